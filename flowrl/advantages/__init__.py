@@ -1,0 +1,1 @@
+"""Advantage estimators: pure functions of gathered scores and group ids."""

@@ -1,0 +1,1 @@
+"""Transition kernels: one file a sampling law."""

@@ -1,0 +1,1 @@
+"""The MDP: transitions, the scheduler seam, trajectories and the policy."""

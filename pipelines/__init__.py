@@ -1,0 +1,1 @@
+"""Wrappers that present samplers as MDPs, and pipelines that diffusers lacks."""
