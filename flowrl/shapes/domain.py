@@ -35,7 +35,9 @@ RELATIONS: dict[str, tuple[int, int]] = {
     "above": (0, -1),
     "below": (0, 1),
 }
-POSITION_MARGIN: float = 0.1  # a relation holds if the centres differ by more than this along its axis
+POSITION_MARGIN: float = (
+    0.1  # a relation holds if the centres differ by more than this along its axis
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,99 @@
+"""What a reward is, and a weighted set of rewards.
+
+A reward is a callable ``reward(samples, prompts, metadata) -> float32 tensor (B,)``, higher is better.
+A set of rewards is never mixed here: every component keeps its own column, and the advantage decides
+the order of normalising and summing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Decoded samples of one micro-batch.
+
+    Attributes:
+        images: float32 in [0, 1], on the CPU: images (B, 3, H, W) or video (B, F, 3, H, W).
+        fps: frames per second for video; None for images.
+    """
+
+    images: Tensor
+    fps: float | None = None
+
+    def __len__(self) -> int:
+        """The number of samples B."""
+        return self.images.shape[0]
+
+
+class Reward(Protocol):
+    """The contract of a reward (register one with ``@register("reward", name)``).
+
+    Higher is better. Scores must not depend on what else is in the batch. A sample that cannot be
+    scored gets NaN, which masks that sample; it never gets a silent zero.
+    """
+
+    def __call__(
+        self, samples: Samples, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> Tensor:
+        """Scores (B,), float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """One column of a reward set: its column name, the reward, and its weight in the sum."""
+
+    name: str
+    reward: Reward
+    weight: float
+
+
+class RewardSet:
+    """Several rewards scored side by side; `score` gives one column for each, unscaled."""
+
+    def __init__(self, members: Sequence[WeightedReward]) -> None:
+        """Raises UserError for an empty set, repeated names or weights that are all zero."""
+        if not members:
+            raise UserError("rewards: at least one reward is needed")
+        self.names = tuple(member.name for member in members)
+        if len(set(self.names)) != len(self.names):
+            raise UserError(f"rewards: names must differ, got {', '.join(self.names)}")
+        self.weights = torch.tensor([member.weight for member in members], dtype=torch.float32)
+        if not bool((self.weights != 0).any()):
+            raise UserError("rewards: every weight is 0, nothing would be learnt")
+        self.members = tuple(members)
+
+    def score(
+        self, samples: Samples, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> Tensor:
+        """Raw scores of every reward.
+
+        Returns:
+            float32 (B, R); NaN where a sample could not be scored.
+
+        Raises:
+            UserError: if a reward returns the wrong shape or the pixels are not finite and in [0, 1].
+        """
+        if not bool(torch.isfinite(samples.images).all()):
+            raise FloatingPointError(
+                "decoded pixels hold NaN or infinity (is the VAE in its own dtype?)"
+            )
+        columns = []
+        for member in self.members:
+            column = member.reward(samples, prompts, metadata)
+            if tuple(column.shape) != (len(samples),):
+                raise UserError(
+                    f"reward {member.name!r} returned shape {tuple(column.shape)}, "
+                    f"expected ({len(samples)},)"
+                )
+            columns.append(column.detach().to("cpu", torch.float32))
+        return torch.stack(columns, dim=1)
