@@ -52,9 +52,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
     def add(cls: T) -> T:
         config = getattr(cls, "Config", None)
         if not (isinstance(config, type) and issubclass(config, ComponentConfig)):
-            raise UserError(
-                f"{kind} {name!r}: {cls.__name__} needs a nested `Config(ComponentConfig)`"
-            )
+            raise UserError(f"{kind} {name!r}: {cls.__name__} needs a nested `Config(ComponentConfig)`")
         taken = known.get(name)
         if taken is not None and taken.__qualname__ != cls.__qualname__:
             raise UserError(f"{kind} {name!r} is already registered by {taken.__module__}")
@@ -79,9 +77,7 @@ def get(kind: str, name: str) -> type[Any]:
     _load(kind)
     known = _of_kind(kind)
     if name not in known:
-        raise UserError(
-            f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}"
-        )
+        raise UserError(f"unknown {kind} {name!r}{nearest(name, known)}; known: {', '.join(sorted(known))}")
     return known[name]
 
 

@@ -72,9 +72,7 @@ class RewardSet:
             raise UserError("rewards: every weight is 0, nothing would be learnt")
         self.members = tuple(members)
 
-    def score(
-        self, samples: Samples, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-    ) -> Tensor:
+    def score(self, samples: Samples, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
         """Raw scores of every reward.
 
         Returns:
@@ -84,16 +82,13 @@ class RewardSet:
             UserError: if a reward returns the wrong shape or the pixels are not finite and in [0, 1].
         """
         if not bool(torch.isfinite(samples.images).all()):
-            raise FloatingPointError(
-                "decoded pixels hold NaN or infinity (is the VAE in its own dtype?)"
-            )
+            raise FloatingPointError("decoded pixels hold NaN or infinity (is the VAE in its own dtype?)")
         columns = []
         for member in self.members:
             column = member.reward(samples, prompts, metadata)
             if tuple(column.shape) != (len(samples),):
                 raise UserError(
-                    f"reward {member.name!r} returned shape {tuple(column.shape)}, "
-                    f"expected ({len(samples)},)"
+                    f"reward {member.name!r} returned shape {tuple(column.shape)}, expected ({len(samples)},)"
                 )
             columns.append(column.detach().to("cpu", torch.float32))
         return torch.stack(columns, dim=1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 MIN_STD = 1e-6  # a transition narrower than this is a Dirac for all purposes and is never trained

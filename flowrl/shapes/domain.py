@@ -35,9 +35,7 @@ RELATIONS: dict[str, tuple[int, int]] = {
     "above": (0, -1),
     "below": (0, 1),
 }
-POSITION_MARGIN: float = (
-    0.1  # a relation holds if the centres differ by more than this along its axis
-)
+POSITION_MARGIN: float = 0.1  # a relation holds if the centres differ by more than this along its axis
 
 
 @dataclass(frozen=True)
