@@ -8,7 +8,7 @@ With s = sigma_next, x0 = x - sigma v, eps = x + (1 - sigma) v, and a = ``noise_
 so that the total noise coefficient sqrt((s cos)^2 + (s sin)^2) is s. a = 0 is the ODE's Euler step, a = 1
 the consistency step (1 - s) x0 + s noise.
 
-Source: arXiv 2509.05952, eq. 17 (published: noise_level 0.8, clip 1e-5).
+Source: arXiv 2509.05952 (published: noise_level 0.8, clip 1e-5).
 Differs from the authors' code: their "log-prob" is -(x' - mean)^2, without 1 / (2 std^2) and constants,
 and so is no density; here it is one, and clip ranges tuned on theirs do not transfer.
 Warning: CPS does not keep the flow's marginals, not even with infinitely many steps: eps predicted at a

@@ -6,7 +6,7 @@ With dt = sigma_next - sigma < 0:
          = x (1 + eta^2 dt / (2 sigma)) + v dt (1 + eta^2 (1 - sigma) / (2 sigma))
     std  = eta sqrt(-dt)
 
-Source: arXiv 2505.07818, section 3.2 (published for FLUX: eta 0.3, 16 steps, shift 3, clip 1e-4; for
+Source: arXiv 2505.07818 (published for FLUX: eta 0.3, 16 steps, shift 3, clip 1e-4; for
 HunyuanVideo: eta 0.25, shift 5).
 Differs from the authors' code: they decode the image from the last step's predicted x0; here the last
 step is a step like the others, with density and std = eta sqrt(sigma). The step selectors leave it out

@@ -6,7 +6,7 @@ With dt = sigma_next - sigma < 0 and diffusion g^2 = a^2 sigma / (1 - sigma), a 
          = x (1 + g^2 dt / (2 sigma)) + v dt (1 + g^2 (1 - sigma) / (2 sigma))
     std  = g sqrt(-dt)
 
-Source: arXiv 2505.05470, eq. 9 (published: noise_level 0.7, 10 training steps, clip 1e-4).
+Source: arXiv 2505.05470 (published: noise_level 0.7, 10 training steps, clip 1e-4).
 Differs from the authors' code:
   * g is infinite at sigma = 1. They replace sigma by sigmas[1] in the denominator 1 - sigma where it is
     exactly 1, so that 1 - 6e-8 gives a std of thousands. Here every sigma >= `NEAR_ONE` takes sigma_next

@@ -141,5 +141,14 @@ def log_ratio(new: Tensor, old: Tensor, event_size: int, per_dim: bool = True) -
     return difference / event_size if per_dim else difference
 
 
+def projection(noise: Tensor, mean: Tensor) -> Tensor:
+    """Sum over event dims of noise times mean: float64 (B,).
+
+    The part of a Gaussian log-ratio that is linear in the means. Recorded at rollout and recomputed at
+    replay by this same function, so that equal means give equal values to the last bit.
+    """
+    return _sum_events((noise * mean).double())
+
+
 def _sum_events(values: Tensor) -> Tensor:
     return values.flatten(1).sum(dim=1)
