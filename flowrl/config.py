@@ -3,34 +3,50 @@
 A recipe holds only what differs from the defaults below. Components are written as
 ``{name: <registered name>, <its own options>}`` and validated by their own ``Config`` when they are built.
 ``a.b=value`` on the command line overrides a key; ``extends: other.yaml`` takes another recipe as the
-base, one level deep. YAML is read by ``safe_load``; nothing in a recipe can name code that is not
-registered.
+base, one level deep. YAML is read by the safe loader without anchors, deep nesting or repeated keys;
+nothing in a recipe can name code that is not registered.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowrl.errors import UserError
 from flowrl.registry import parse
+from flowrl.safe_yaml import parse_yaml
 
 MAX_RECIPE_BYTES = 256 * 1024
 Component = dict[str, Any]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_names(cls, data: Any) -> Any:
+        """A component written without a name is the default one with other options."""
+        if not isinstance(data, dict):
+            return data
+        named = dict(data)
+        for key, value in data.items():
+            field = cls.model_fields.get(key)
+            default = field.default if field is not None else None
+            if isinstance(value, dict) and isinstance(default, dict) and "name" in default:
+                named[key] = {"name": default["name"], **value}
+        return named
 
 
 class AdapterConfig(Section):
@@ -84,7 +100,7 @@ class OptimizerConfig(Section):
     """AdamW with linear warm-up."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     warmup_updates: NonNegative = 0
@@ -94,7 +110,7 @@ class OptimizerConfig(Section):
 class EmaConfig(Section):
     """Average of the trained weights; what evaluation and export use when it is on."""
 
-    decay: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="0: no average is kept")
+    decay: Decay = Field(0.0, description="0: no average is kept")
     warmup: bool = Field(True, description="decay grows as (1 + n) / (10 + n) up to its value")
 
 
@@ -130,26 +146,35 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _geometry(self) -> TrainingConfig:
+        legal = [n for n in _divisors(self.samples) if self.group_size % n == 0 or n % self.group_size == 0]
         if self.samples % self.micro_batch_size:
-            near = [n for n in range(1, self.samples + 1) if self.samples % n == 0]
-            best = sorted(near, key=lambda n: abs(n - self.micro_batch_size))[:3]
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} does not divide the {self.samples} samples of an "
                 f"iteration (prompts_per_iteration {self.prompts_per_iteration} x group_size "
-                f"{self.group_size}); nearest that do: {', '.join(map(str, sorted(best)))}"
+                f"{self.group_size}); nearest that fit: {_nearest(self.micro_batch_size, legal)}"
             )
-        small, large = sorted((self.micro_batch_size, self.group_size))
-        if large % small:
+        if self.micro_batch_size not in legal:
             raise ValueError(
                 f"group_size {self.group_size} and micro_batch_size {self.micro_batch_size}: one must divide "
-                "the other, so that a micro-batch holds whole groups or equal parts of one"
+                "the other, so that a micro-batch holds whole groups or equal parts of one; nearest "
+                f"micro_batch_size that fits: {_nearest(self.micro_batch_size, legal)}"
             )
         if self.micro_batches % self.updates_per_pass:
             raise ValueError(
                 f"updates_per_pass {self.updates_per_pass} does not divide the {self.micro_batches} "
-                "micro-batches of an iteration"
+                "micro-batches of an iteration; nearest that do: "
+                f"{_nearest(self.updates_per_pass, _divisors(self.micro_batches))}"
             )
         return self
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest(value: int, legal: list[int]) -> str:
+    return ", ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - value))[:3])))
 
 
 class EvaluationConfig(Section):
@@ -211,9 +236,16 @@ class RunConfig(Section):
                 raise ValueError(f"a reward needs a name, got {spec}")
         return value
 
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str) -> str:
+        if not re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", value):
+            raise ValueError("a run's name is the name of one folder: no / or \\, no leading dot")
+        return value
+
     def digest(self) -> str:
         """SHA-256 of the resolved recipe."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -236,6 +268,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
             raise UserError(
                 f"{path}: extends {base}, which itself extends {parent['extends']}: one level only"
             )
+        parent.pop("name", None)  # two recipes never share a run folder by inheritance
         tree = _merge(parent, tree)
     for override in overrides:
         _override(tree, override)
@@ -258,13 +291,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"no recipe {path}" + (f"; there are: {', '.join(siblings)}" if siblings else ""))
     if path.stat().st_size > MAX_RECIPE_BYTES:
         raise UserError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: not a recipe")
-    text = path.read_text(encoding="utf-8")
-    if re.search(r"(^|[\s\[{,:-])[*&][A-Za-z0-9_]", text):
-        raise UserError(f"{path}: YAML anchors and aliases are not allowed in a recipe")
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: {str(error).splitlines()[0]}: {error}") from None
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of sections")
     return tree
@@ -290,11 +320,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise UserError(f"override {override!r}: write it as section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from None
     *sections, last = key.split(".")
+    if not all((*sections, last)):
+        raise UserError(f"override {override!r}: write it as section.key=value")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML: {error}") from None
     node: Any = tree
     for section in sections:
         if isinstance(node, list):
@@ -311,6 +343,6 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _element(node: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(node):
-        raise UserError(f"override {override!r}: {index} is not one of the elements 0 to {len(node) - 1}")
+    if not index.isdecimal() or int(index) >= len(node):
+        raise UserError(f"override {override!r}: {index} is not an index into a list of {len(node)}")
     return node[int(index)]

@@ -9,10 +9,12 @@ one kind does not pay for the imports of the others. Third parties add theirs by
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +56,7 @@ def register(kind: str, name: str) -> Callable[[T], T]:
         if not (isinstance(config, type) and issubclass(config, ComponentConfig)):
             raise UserError(f"{kind} {name!r}: {cls.__name__} needs a nested `Config(ComponentConfig)`")
         taken = known.get(name)
-        if taken is not None and taken.__qualname__ != cls.__qualname__:
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UserError(f"{kind} {name!r} is already registered by {taken.__module__}")
         known[name] = cls
         return cls
@@ -94,7 +96,13 @@ def build(kind: str, spec: dict[str, Any], where: str, **collaborators: Any) -> 
         UserError: naming the key, the value and what is legal.
     """
     options = dict(spec)
-    cls = get(kind, str(options.pop("name", "")))
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"{where}: a {kind} needs a name; known: {', '.join(names(kind))}")
+    try:
+        cls = get(kind, name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     return cls(parse(cls.Config, options, where), **collaborators)
 
 
@@ -109,9 +117,12 @@ def parse(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
             owner = _owner(model, first["loc"])
             last = str(first["loc"][-1])
             raise UserError(
-                f"unknown key {key}{nearest(last, owner)}; legal keys: {', '.join(sorted(owner))}"
+                f"unknown key {key}{nearest(last, owner)}; legal keys: {', '.join(sorted(owner)) or 'none'}"
             ) from None
-        raise UserError(f"{key} = {first['input']!r}: {first['msg']}") from None
+        if first["type"] == "missing":
+            raise UserError(f"{key} is missing") from None
+        given = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
+        raise UserError(f"{key}{given}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def nearest(word: str, known: Any) -> str:
@@ -129,31 +140,43 @@ def load_plugin(target: str) -> None:
     Raises:
         UserError: if it cannot be found or its import fails.
     """
+    path = Path(target).resolve()
+    if target.endswith(".py") and not path.is_file():
+        raise UserError(f"--plugin {target}: no such file")
     try:
-        if not target.endswith(".py"):
+        if target.endswith(".py"):
+            _import_file(path)
+        else:
             importlib.import_module(target)
-            return
-        path = Path(target).resolve()
-        if not path.is_file():
-            raise UserError(f"--plugin {target}: no such file")
-        name = f"flowrl_plugin_{path.stem}"
-        if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
-            return
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise UserError(f"--plugin {target}: not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
     except Exception as error:
-        raise UserError(f"--plugin {target}: {type(error).__name__}: {error}") from error
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+        ]
+        at = f", line {lines[-1]}" if lines else ""
+        raise UserError(f"--plugin {target}{at}: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> None:
+    name = f"flowrl_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def _of_kind(kind: str) -> dict[str, type[Any]]:
     if kind not in _components:
-        raise UserError(f"unknown kind of component {kind!r}; known: {', '.join(PACKAGES)}")
+        raise UserError(
+            f"unknown kind of component {kind!r}{nearest(kind, PACKAGES)}; known: {', '.join(PACKAGES)}"
+        )
     return _components[kind]
 
 
