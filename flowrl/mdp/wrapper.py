@@ -1,0 +1,418 @@
+"""Samplers as MDPs: rollout, replay, prediction and decoding through the unmodified pipeline.
+
+The pipeline that is deployed is the policy that is trained: all four run ``type(pipe).__call__``, with a
+`PolicyScheduler` in place of its scheduler. A wrapper in pipelines/ says which schedulers it takes and
+how their noise levels are read; everything else stands here, once.
+
+Shapes: B rows of a micro-batch, ``*`` event dims, T sampler steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import UserError
+from flowrl.kernel import Kernel
+from flowrl.mdp.conditioning import ConditionalGradient, PromptCache
+from flowrl.mdp.scheduler import PolicyScheduler, StepFunction, single_time
+from flowrl.mdp.seeds import standard_noise
+from flowrl.mdp.steps import StepPlan
+from flowrl.mdp.trajectory import Replay, Request, Trajectory
+from flowrl.mdp.transitions import MIN_STD
+from flowrl.registry import nearest
+from flowrl.reward import Samples
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+
+class SamplerWrapper(ABC):
+    """A diffusers pipeline seen as an MDP.
+
+    Class attributes:
+        family: the kind of schedule, which kernels must match.
+
+    Attributes:
+        pipe: the pipeline, unmodified outside the calls made here.
+        forwards: rows that went through the networks so far (one count for each row and conditioning).
+        kernel: the transition law of the stochastic steps.
+    """
+
+    family: ClassVar[str]
+
+    def __init__(
+        self,
+        pipe: Any,
+        kernel: Kernel,
+        deterministic: Kernel,
+        *,
+        num_steps: int,
+        call: dict[str, Any],
+        guidance: dict[str, Any],
+        cfg_gradient: str = "both",
+        networks: Sequence[str] | None = None,
+    ) -> None:
+        """Wraps a pipeline.
+
+        Args:
+            pipe: a diffusers pipeline.
+            kernel: the transition law of stochastic steps.
+            deterministic: the law of the other steps (``ode``).
+            num_steps: sampler steps T.
+            call: keyword arguments given to every pipeline call.
+            guidance: the guidance arguments, the same in rollout, replay and reference.
+            cfg_gradient: "both" or "conditional".
+            networks: names of the denoisers; None finds them.
+
+        Raises:
+            UserError: for a scheduler of the wrong family, a kernel of another family, or call arguments
+                that the pipeline does not have.
+        """
+        self.pipe = pipe
+        self.kernel = kernel
+        self.deterministic = deterministic
+        self.num_steps = num_steps
+        self.call = dict(call)
+        self.guidance = dict(guidance)
+        if kernel.family != self.family:
+            raise UserError(
+                f"sampler.kernel: a {kernel.family} kernel cannot drive the {self.family} schedule of "
+                f"{type(pipe).__name__}"
+            )
+        self.check_scheduler(pipe.scheduler)
+        self.networks = find_networks(pipe, networks)
+        self._plain_call: Callable[..., Any] = _undecorated(type(pipe))
+        self._check_arguments()
+        self._prompts = PromptCache(pipe.encode_prompt) if hasattr(pipe, "encode_prompt") else None
+        self._split = ConditionalGradient() if cfg_gradient == "conditional" else None
+        self._scale: float | None = None
+        self.forwards = 0
+        pipe.set_progress_bar_config(disable=True)
+
+    # -- what a family defines -------------------------------------------------------------------------
+
+    @abstractmethod
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Raises UserError if the scheduler is not of this wrapper's family."""
+
+    @abstractmethod
+    def read_sigmas(self, scheduler: Any) -> tuple[float, ...]:
+        """The (T + 1,) noise levels of a scheduler on which ``set_timesteps`` has run."""
+
+    # -- the MDP -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rollout(self, request: Request, plan: StepPlan) -> Trajectory:
+        """Samples a micro-batch with the pipeline and records its trained transitions.
+
+        Args:
+            request: prompts and seeds.
+            plan: which steps are stochastic and which are recorded.
+
+        Raises:
+            UserError: if the scheduler's times and noise levels disagree, or the plan does not fit.
+        """
+        trajectory = Trajectory(request, (), plan)
+        kept = {k + offset for k in plan.trained for offset in (0, 1)}
+
+        def on_step(index: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            if not trajectory.sigmas:
+                trajectory.sigmas = self.read_sigmas(self.pipe.scheduler.base)
+            sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
+            stochastic = index in plan.stochastic
+            kernel = self.kernel if stochastic else self.deterministic
+            sample = sample.float()
+            transition = kernel(prediction.float(), sample, sigma, sigma_next)
+            if not stochastic:
+                following = transition.sample(sample)
+            else:
+                noise = standard_noise(request.step_seeds, index, sample.shape[1:], sample.device)
+                following = transition.sample(noise)
+                if index in plan.trained:
+                    trajectory.log_probs[index] = transition.log_prob(following)
+                    trajectory.projections[index] = projection(noise, transition)
+            if index in kept:
+                trajectory.states[index] = sample
+            if index + 1 in kept:
+                trajectory.states[index + 1] = following
+            return following
+
+        trajectory.latents = self._run(request, on_step, slice(None), None)
+        if len(trajectory.sigmas) != self.num_steps + 1:
+            raise UserError(
+                f"sampler.num_steps {self.num_steps}: {type(self.pipe).__name__} made "
+                f"{len(trajectory.sigmas) - 1} steps"
+            )
+        return trajectory
+
+    def replay(self, trajectory: Trajectory, index: int) -> Replay:
+        """Recomputes one recorded step under the current weights, with gradient if it is enabled.
+
+        Exactly the rows of the rollout's micro-batch are run, so before the first update the log-prob
+        equals the recorded one bit for bit, in any dtype.
+        """
+        found: list[Replay] = []
+        sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
+        state, action = trajectory.states[index], trajectory.states[index + 1]
+        noise = standard_noise(trajectory.request.step_seeds, index, state.shape[1:], state.device)
+
+        def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            transition = self.kernel(prediction.float(), state, sigma, sigma_next)
+            found.append(Replay(transition, transition.log_prob(action), prediction, noise))
+            return state
+
+        self._run(trajectory.request, on_step, slice(index, index + 1), state)
+        return found[0]
+
+    def predict(self, request: Request, state: Tensor, sigma: float) -> Tensor:
+        """What the network predicts at any noise level, guidance included.
+
+        Args:
+            request: the prompts of the rows.
+            state: (B, *) float32, noisy latents in the sampler's own layout.
+            sigma: the noise level of all rows.
+
+        Returns:
+            (B, *) float32.
+        """
+        found: list[Tensor] = []
+
+        def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            found.append(prediction.float())
+            return sample
+
+        times = single_time(sigma, self.pipe.scheduler.config.num_train_timesteps)
+        self._run(request, on_step, times, state)
+        return found[0]
+
+    @torch.no_grad()
+    def decode(self, trajectory: Trajectory) -> Samples:
+        """Decodes final latents by the pipeline's own code: a call of it with no step left to run.
+
+        The VAE runs in its own dtype, outside autocast; pixels are moved to the CPU.
+        """
+        if trajectory.latents is None:
+            raise ValueError("the final latents were given up")
+
+        def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            raise RuntimeError(f"{type(self.pipe).__name__} took a step while decoding")
+
+        images = self._run(
+            trajectory.request, on_step, slice(self.num_steps, None), trajectory.latents, output_type="pt"
+        )
+        return to_samples(images, self.call)
+
+    def schedule(self) -> tuple[float, ...]:
+        """The (T + 1,) noise levels of a call with the recipe's arguments, found by a call of one row."""
+        levels: list[tuple[float, ...]] = []
+
+        def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            levels.append(self.read_sigmas(self.pipe.scheduler.base))
+            return sample
+
+        probe = Request(("",), ({},), (0,), (0,), (0,))
+        with torch.no_grad():
+            self._run(probe, on_step, slice(0, 1), None)
+        return levels[0]
+
+    def stds(self, sigmas: Sequence[float]) -> list[float]:
+        """The kernel's noise std at each of the T steps."""
+        return [self.kernel.std(a, b) for a, b in pairwise(sigmas)]
+
+    @property
+    def encoder_calls(self) -> int:
+        """How often the pipeline's text encoding ran."""
+        return self._prompts.encoder_calls if self._prompts is not None else 0
+
+    # -- one call of the pipeline ------------------------------------------------------------------------
+
+    def arguments(self, request: Request) -> dict[str, Any]:
+        """The keyword arguments of the pipeline call for a request."""
+        rows = len(request)
+        arguments = {**self.call, **self.guidance, "prompt": list(request.prompts)}
+        negative = arguments.get("negative_prompt")
+        if isinstance(negative, str):
+            arguments["negative_prompt"] = [negative] * rows
+        arguments["num_inference_steps"] = self.num_steps
+        arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in request.initial_seeds]
+        return arguments
+
+    def _run(
+        self,
+        request: Request,
+        on_step: StepFunction,
+        visible: slice | Tensor,
+        state: Tensor | None,
+        output_type: str = "latent",
+    ) -> Tensor:
+        """Calls the pipeline with the seam in place; `state` stands in for its initial latents."""
+        prepared: list[Tensor] = []
+
+        def place(latents: Tensor) -> Tensor:
+            latents = latents.float()
+            if state is not None:
+                if latents.shape != state.shape:
+                    raise ValueError(f"state {tuple(state.shape)} where latents are {tuple(latents.shape)}")
+                latents = state if self._scale in (None, 1.0) else state / self._scale
+            prepared.append(latents)
+            return latents
+
+        def step(call: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            if self._scale is None:
+                self._scale = _constant_scale(prepared[-1], sample)
+            following = on_step(call, prediction, sample)
+            if self._split is not None:
+                self._split.next_step()
+            return following
+
+        scheduler = PolicyScheduler(self.pipe.scheduler, step)
+        scheduler.show(visible)
+        with self._installed(scheduler, place, len(request)):
+            arguments = self.arguments(request)
+            output = self._plain_call(self.pipe, **arguments, output_type=output_type, return_dict=False)[0]
+        if not isinstance(output, Tensor):
+            raise UserError(f"{type(self.pipe).__name__} returned {type(output).__name__}, not a tensor")
+        if output_type == "latent" and state is None and prepared and output.shape != prepared[0].shape:
+            raise UserError(f"{type(self.pipe).__name__} changes the layout of its latents at the end")
+        return output
+
+    @contextmanager
+    def _installed(
+        self, scheduler: PolicyScheduler, place: Callable[[Tensor], Tensor], rows: int
+    ) -> Iterator[None]:
+        """Puts scheduler, latents, prompt cache and row counters into the pipeline, and takes them out."""
+        pipe = self.pipe
+        replaced: dict[str, Any] = {"scheduler": scheduler}
+        prepare = pipe.prepare_latents
+
+        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            made = prepare(*args, **kwargs)
+            return (place(made[0]), *made[1:]) if isinstance(made, tuple) else place(made)
+
+        replaced["prepare_latents"] = prepare_latents
+        if self._prompts is not None:
+            self._prompts.positive = None
+            replaced["encode_prompt"] = self._prompts
+        with ExitStack() as stack:
+            for name, value in replaced.items():
+                stack.enter_context(_attribute(pipe, name, value))
+            vae = getattr(pipe, "vae", None)
+            if vae is not None:
+                stack.enter_context(_attribute(vae, "decode", _own_dtype(vae)))
+            for network in self.networks.values():
+                handle = network.register_forward_pre_hook(self._count, with_kwargs=True)
+                stack.callback(handle.remove)
+            if self._split is not None:
+                self._split.cache, self._split.rows = self._prompts, rows
+                stack.enter_context(self._split.installed(self.networks))
+            yield
+
+    def _count(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
+        self.forwards += len(first) if first is not None else 0
+
+    def _check_arguments(self) -> None:
+        legal = set(signature(self._plain_call).parameters)
+        for section, options in (("model.call", self.call), ("sampler.guidance", self.guidance)):
+            for key in options:
+                if key not in legal:
+                    raise UserError(
+                        f"unknown key {section}.{key}{nearest(key, legal)}: "
+                        f"not an argument of {type(self.pipe).__name__}"
+                    )
+
+
+def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Module]:
+    """The denoising networks of a pipeline by component name.
+
+    Raises:
+        UserError: if a wanted component does not exist or none is found.
+    """
+    names = (
+        list(wanted) if wanted is not None else [n for n in DENOISERS if getattr(pipe, n, None) is not None]
+    )
+    networks = {}
+    for name in names:
+        network = getattr(pipe, name, None)
+        if not isinstance(network, nn.Module):
+            raise UserError(
+                f"model.networks: {type(pipe).__name__} has no network {name!r}; it has: "
+                + ", ".join(n for n, c in pipe.components.items() if isinstance(c, nn.Module))
+            )
+        networks[name] = network
+    if not networks:
+        raise UserError(f"model.networks: no denoiser found in {type(pipe).__name__}; name it")
+    return networks
+
+
+def projection(noise: Tensor, transition: Any) -> Tensor:
+    """Sum over event dims of noise times the transition's mean: float64 (B,)."""
+    products: Tensor = noise.double() * transition.mean.detach().double()
+    return products.flatten(1).sum(dim=1)
+
+
+def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
+    """Decoded pixels as `Samples`: float32 in [0, 1] on the CPU."""
+    images = images.detach().to("cpu", torch.float32)
+    if images.ndim == 5:
+        return Samples(images, fps=float(call.get("frame_rate", call.get("fps", 16))))
+    return Samples(images)
+
+
+def trainable(stds: Sequence[float]) -> list[int]:
+    """The steps whose transition has a density."""
+    return [k for k, std in enumerate(stds) if std >= MIN_STD]
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an instance attribute past any ``__setattr__`` bookkeeping, and restores what was there."""
+    missing = object()
+    before = owner.__dict__.get(name, missing)
+    owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = before
+
+
+def _own_dtype(vae: Any) -> Callable[..., Any]:
+    decode = vae.decode
+
+    def decode_in_own_dtype(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(latents.device.type, enabled=False):
+            return decode(latents.to(vae.dtype), *args, **kwargs)
+
+    return decode_in_own_dtype
+
+
+def _undecorated(cls: type[Any]) -> Callable[..., Any]:
+    call: Callable[..., Any] = cls.__call__
+    plain: Callable[..., Any] | None = getattr(call, "__wrapped__", None)
+    if plain is None:
+        raise UserError(
+            f"{cls.__name__}.__call__ is not decorated by torch.no_grad; cannot replay with gradient"
+        )
+    return plain
+
+
+def _constant_scale(prepared: Tensor, sample: Tensor) -> float:
+    """By what the pipeline multiplied its initial latents before the first step."""
+    if prepared.shape != sample.shape:
+        raise UserError("the pipeline changes the layout of its latents after prepare_latents")
+    if torch.equal(prepared, sample.float()):
+        return 1.0
+    scale = float((sample.float() * prepared).sum() / prepared.square().sum())
+    if not torch.allclose(prepared * scale, sample.float(), rtol=1e-3, atol=1e-4):
+        raise UserError("the pipeline changes its initial latents by more than a constant factor")
+    return scale
