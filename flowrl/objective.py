@@ -105,3 +105,34 @@ def masked_mean(values: Tensor, valid: Tensor) -> Tensor:
     """
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     return torch.where(valid, values, zero).sum() / values.shape[0]
+
+
+def valid_mean(values: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the valid rows, 0 if there is none: for metrics, whose scale must not depend on masking."""
+    return torch.where(valid, values, torch.zeros_like(values)).sum() / valid.sum().clamp(min=1)
+
+
+def to_metrics(**scalars: Tensor) -> Metrics:
+    """Scalars as floats, brought to the host in one transfer."""
+    stacked = torch.stack([scalar.detach().double() for scalar in scalars.values()])
+    return dict(zip(scalars, stacked.tolist(), strict=True))
+
+
+Times = Literal["grid", "uniform", "logit_normal"]
+
+
+def draw_sigma(times: Times, sigmas: tuple[float, ...], generator: torch.Generator) -> float:
+    """One noise level for a forward-process unit.
+
+    Args:
+        times: one of `sigmas` with equal chances ("grid"), U(0, 1) ("uniform"), or the sigmoid of a
+            standard normal ("logit_normal").
+        sigmas: the sampler's grid without the final 0.
+        generator: source of randomness.
+    """
+    device = generator.device
+    if times == "grid":
+        return sigmas[int(torch.randint(len(sigmas), (), generator=generator, device=device))]
+    if times == "uniform":
+        return float(torch.rand((), generator=generator, device=device, dtype=torch.float64))
+    return float(torch.randn((), generator=generator, device=device, dtype=torch.float64).sigmoid())

@@ -67,7 +67,8 @@ class GroupRelative:
         total = sum((w * c for w, c in columns), torch.zeros_like(scores[:, 0]))
         spread = group_std(total, index, self.config.unbiased)
         if self.config.combine == "sum_then_normalize":
-            scale = float(sum((abs(w) * c.abs() for w, c in columns), torch.zeros_like(total)).max())
+            sizes = sum((abs(w) * c.abs() for w, c in columns), torch.zeros_like(total))
+            scale = float(sizes.max())
             flat = spread <= self.config.std_floor * scale
             raw = self._normalise(total, index, self.config.std, scale)
         else:

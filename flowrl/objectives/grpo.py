@@ -41,7 +41,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.mdp.transitions import Gaussian, log_ratio, projection
-from flowrl.objective import Metrics, TrajectoryStep, masked_mean
+from flowrl.objective import Metrics, TrajectoryStep, masked_mean, to_metrics, valid_mean
 from flowrl.registry import ComponentConfig, register
 
 LOG_RATIO_LIMIT = 20.0
@@ -83,7 +83,19 @@ class GRPO:
             policy_loss = policy_loss / abs(step.sigma_next - step.sigma)
         kl = self._kl(step)
         loss = policy_loss + self.config.kl_coef * kl
-        return loss, self._metrics(safe.detach(), ratio.detach(), valid, policy_loss.detach(), kl.detach())
+        log, ratio = safe.detach(), ratio.detach()
+        centre = valid_mean(ratio, valid)
+        metrics = to_metrics(
+            policy_loss=policy_loss,
+            kl=kl,
+            ratio_mean=centre,
+            ratio_std=valid_mean((ratio - centre).square(), valid).sqrt(),
+            log_ratio_max=log.abs().max(),
+            clip_frac_low=valid_mean((ratio < low).double(), valid),
+            clip_frac_high=valid_mean((ratio > high).double(), valid),
+            approx_kl=valid_mean(torch.expm1(log.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log, valid),
+        )
+        return loss, metrics
 
     def _log_ratio(self, step: TrajectoryStep) -> Tensor:
         """The log-ratio (B,) by the options `ratio` and `reduction`."""
@@ -100,23 +112,3 @@ class GRPO:
         if step.reference is None:
             raise ValueError(f"kl_coef = {self.config.kl_coef:g} needs the reference transition, got None")
         return masked_mean(step.transition.kl(step.reference) / step.transition.event_size, step.valid)
-
-    def _metrics(self, log: Tensor, ratio: Tensor, valid: Tensor, policy_loss: Tensor, kl: Tensor) -> Metrics:
-        """Moved to the host in one transfer."""
-        count = valid.sum().clamp(min=1)
-
-        def mean(values: Tensor) -> Tensor:
-            return torch.where(valid, values, torch.zeros_like(values)).sum() / count
-
-        centre = mean(ratio)
-        named = {
-            "policy_loss": policy_loss,
-            "kl": kl,
-            "ratio_mean": centre,
-            "ratio_std": mean((ratio - centre).square()).sqrt(),
-            "log_ratio_max": log.abs().max(),
-            "clip_frac_low": mean((ratio < 1 - self.config.clip_low).double()),
-            "clip_frac_high": mean((ratio > 1 + self.config.clip_high).double()),
-            "approx_kl": mean(torch.expm1(log.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - log),
-        }
-        return dict(zip(named, torch.stack([v.double() for v in named.values()]).tolist(), strict=True))
