@@ -18,22 +18,19 @@ def built(name: str) -> DiffusionPipeline:
 
 
 def sample(
-    name: str, cfg: bool, rows: tuple[int, ...] = (0, 1), output_type: str = "latent", pipe=None
+    name: str,
+    cfg: bool,
+    rows: tuple[int, ...] = (0, 1),
+    output_type: str = "latent",
+    pipe: DiffusionPipeline | None = None,
 ) -> torch.Tensor:
-    entry = TINY[name]
     return (pipe or built(name))(
         prompt=[PROMPTS[i] for i in rows],
         num_inference_steps=3,
         generator=[torch.Generator().manual_seed(10 + i) for i in rows],
         output_type=output_type,
-        **entry.call,
-        **repeated(entry.cfg if cfg else entry.no_cfg, len(rows)),
+        **TINY[name].kwargs(cfg, len(rows)),
     )[0]
-
-
-def repeated(kwargs: dict, rows: int) -> dict:
-    """A negative prompt per row, which every class accepts."""
-    return {k: [v] * rows if k == "negative_prompt" else v for k, v in kwargs.items()}
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -78,5 +75,5 @@ def test_bfloat16(name: str) -> None:
     pipe = TINY[name].build(torch.bfloat16)
     out = sample(name, cfg=True, pipe=pipe)
     assert out.isfinite().all()
-    assert out.dtype == (torch.float32 if TINY[name].latent_dtype == "float32" else torch.bfloat16)
+    assert out.dtype == (torch.float32 if TINY[name].float32_latents else torch.bfloat16)
     assert all(getattr(pipe, network).dtype == torch.bfloat16 for network in TINY[name].networks)

@@ -45,7 +45,7 @@ class TinyPipeline:
         name: key in the registry.
         make: makes the pipeline from torch's global random state.
         call: kwargs of ``__call__`` beside the prompt, the steps, the generators and the output type.
-        cfg: kwargs that turn classifier-free guidance (CFG) with a negative prompt on.
+        cfg: kwargs that turn classifier-free guidance (CFG) with a negative prompt on, for two prompts.
         no_cfg: kwargs that turn it off.
         networks: names of the trainable components.
         batched_cfg: True if CFG is one forward of 2B rows, False if it is two forwards.
@@ -55,7 +55,7 @@ class TinyPipeline:
         fixed_length: whether ``encode_prompt`` pads to ``max_sequence_length`` rather than to the longest.
         latents_tuple: whether ``prepare_latents`` returns a tuple, with the latents first.
         packed: whether the latents of the loop are (B, tokens, channels).
-        latent_dtype: "float32" if the loop keeps latents in float32 whatever the weights' dtype, else "weights".
+        float32_latents: whether the loop keeps latents in float32 whatever the dtype of the weights.
         supports_cfg: whether the class can do CFG at all.
         notes: anything else.
     """
@@ -73,7 +73,7 @@ class TinyPipeline:
     fixed_length: bool = True
     latents_tuple: bool = False
     packed: bool = False
-    latent_dtype: str = "weights"
+    float32_latents: bool = False
     supports_cfg: bool = True
     notes: str = ""
 
@@ -88,12 +88,16 @@ class TinyPipeline:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
+    def kwargs(self, cfg: bool = False, rows: int = 2) -> dict[str, Any]:
+        """``call`` with ``cfg`` or ``no_cfg``, for so many prompts."""
+        guidance = self.cfg if cfg else self.no_cfg
+        negative = {"negative_prompt": [NEGATIVE] * rows} if "negative_prompt" in guidance else {}
+        return self.call | guidance | negative
+
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """What loading in ``dtype`` does: some modules, of Wan for instance, stay in float32."""
-    keep = (
-        set(getattr(module, "_keep_in_fp32_modules", None) or ()) if isinstance(module, ModelMixin) else set()
-    )
+    keep = set(module._keep_in_fp32_modules or ()) if isinstance(module, ModelMixin) else set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not keep & {*name.split(".")}:
             tensor.data = tensor.data.to(dtype)
@@ -238,8 +242,8 @@ def _wan(boundary_ratio: float | None = None) -> WanPipeline:
 IMAGE = {"height": 32, "width": 32}
 VIDEO = IMAGE | {"num_frames": 5}
 SHORT = {"max_sequence_length": 16}
-GUIDED = {"guidance_scale": 4.0, "negative_prompt": NEGATIVE}
-TRUE_CFG = {"true_cfg_scale": 4.0, "negative_prompt": NEGATIVE}
+GUIDED = {"guidance_scale": 4.0, "negative_prompt": [NEGATIVE, NEGATIVE]}
+TRUE_CFG = {"true_cfg_scale": 4.0, "negative_prompt": [NEGATIVE, NEGATIVE]}
 
 _ENTRIES = (
     TinyPipeline(
@@ -270,8 +274,8 @@ _ENTRIES = (
         no_cfg={"true_cfg_scale": 1.0},
         latents_tuple=True,
         packed=True,
-        notes="guidance_scale is an input of the network (guidance_embeds), not CFG. CFG also needs a negative "
-        "prompt. Dynamic shift: sigmas depend on the number of tokens. The network gets t / 1000.",
+        notes="guidance_scale is an input of the network (guidance_embeds), not CFG. CFG needs a negative "
+        "prompt, a row each. Dynamic shift: sigmas depend on the number of tokens. The network gets t / 1000.",
     ),
     TinyPipeline(
         name="qwen_image",
@@ -281,9 +285,9 @@ _ENTRIES = (
         no_cfg={"true_cfg_scale": 1.0},
         fixed_length=False,
         packed=True,
-        notes="CFG rescales the result to the norm of the positive prediction, per token. encode_prompt cuts 34 "
-        "tokens of a template; its mask is None when all rows are equally long. A str as negative prompt is one "
-        "row. The network gets t / 1000.",
+        notes="CFG rescales the result to the norm of the positive prediction, per token; it needs a negative "
+        "prompt, a row each. encode_prompt cuts 34 tokens of a template; its mask is None when all rows are "
+        "equally long. Dynamic shift. The network gets t / 1000.",
     ),
     TinyPipeline(
         name="sana",
@@ -295,7 +299,7 @@ _ENTRIES = (
         positive_first=False,
         scheduler="DPMSolverMultistepScheduler",
         integer_timesteps=True,
-        latent_dtype="float32",
+        float32_latents=True,
         notes="encode_prompt also returns attention masks. The prediction is cast to float32.",
     ),
     TinyPipeline(
@@ -306,7 +310,7 @@ _ENTRIES = (
         no_cfg={"guidance_scale": 1.0},
         scheduler="UniPCMultistepScheduler",
         integer_timesteps=True,
-        latent_dtype="float32",
+        float32_latents=True,
         notes="Text embeddings are zero past the prompt; the network has no text mask.",
     ),
     TinyPipeline(
@@ -318,9 +322,9 @@ _ENTRIES = (
         networks=("transformer", "transformer_2"),
         scheduler="UniPCMultistepScheduler",
         integer_timesteps=True,
-        latent_dtype="float32",
-        notes="transformer where t >= boundary_ratio * 1000, else transformer_2, with guidance_scale_2; whether "
-        "CFG is on depends on guidance_scale alone.",
+        float32_latents=True,
+        notes="transformer where t >= boundary_ratio * 1000, else transformer_2, with guidance_scale_2; "
+        "whether CFG is on depends on guidance_scale alone.",
     ),
 )
 

@@ -38,7 +38,7 @@ WORDS = tuple(
     """
     a an the photo image picture drawing sketch painting of and to left right above below on in with big small
     one two three four red green blue yellow purple orange black white circle circles square squares triangle
-    triangles star stars cat dog cats dogs car tree house bad blurry ugly low quality high quality prompt style
+    triangles star stars cat dog cats dogs car tree house bad blurry ugly low high prompt style
     system user assistant describe by detailing color shape size texture quantity text spatial relationships
     objects background think you are generate superior images degree alignment based textual prompts
     """.split()
