@@ -26,7 +26,7 @@ from flowrl.mdp.scheduler import PolicyScheduler, StepFunction, single_time
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
-from flowrl.mdp.transitions import MIN_STD
+from flowrl.mdp.transitions import MIN_STD, Gaussian, projection
 from flowrl.registry import nearest
 from flowrl.reward import Samples
 
@@ -137,7 +137,8 @@ class SamplerWrapper(ABC):
                 following = transition.sample(noise)
                 if index in plan.trained:
                     trajectory.log_probs[index] = transition.log_prob(following)
-                    trajectory.projections[index] = projection(noise, transition)
+                    if isinstance(transition, Gaussian):
+                        trajectory.projections[index] = projection(noise, transition.mean)
             if index in kept:
                 trajectory.states[index] = sample
             if index + 1 in kept:
@@ -350,12 +351,6 @@ def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Modul
     if not networks:
         raise UserError(f"model.networks: no denoiser found in {type(pipe).__name__}; name it")
     return networks
-
-
-def projection(noise: Tensor, transition: Any) -> Tensor:
-    """Sum over event dims of noise times the transition's mean: float64 (B,)."""
-    products: Tensor = noise.double() * transition.mean.detach().double()
-    return products.flatten(1).sum(dim=1)
 
 
 def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
