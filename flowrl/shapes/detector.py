@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import cv2
@@ -19,6 +20,7 @@ from flowrl.shapes.domain import BACKGROUND, COLORS, PALETTE, SHAPES
 SIDE = 64  # images are resampled to this side
 MIN_AREA = 0.006  # of the canvas: a quarter of the smallest object
 MAX_AREA = 0.2  # twice the largest object: beyond it, a component is a backdrop
+TWO_AREA = 0.09  # the least that two squares which touch may cover
 MAX_OBJECTS = 8  # the largest ones are kept, the rest counts as clutter
 SURE_OVERLAP = 0.75  # a component that fits its shape less well is not taken for one
 _TOLERANCE = 24.0  # CIELAB distance that noise may cause at a pixel
@@ -102,21 +104,39 @@ def read_scene(image: np.ndarray) -> SceneReading:
         if present[label] < MIN_AREA * SIDE * SIDE:
             continue
         opened = cv2.morphologyEx((nearest == label).view(np.uint8), cv2.MORPH_OPEN, _KERNEL)
-        count, components, stats, _ = cv2.connectedComponentsWithStats(opened, connectivity=4)
-        for k in range(1, count):
-            x, y, width, height, pixels = stats[k].tolist()
-            if not MIN_AREA <= pixels / SIDE**2 <= MAX_AREA:
-                continue
-            box = (slice(max(y - 2, 0), y + height + 2), slice(max(x - 2, 0), x + width + 2))
-            component = (components[box] == k).view(np.uint8)
+        for component, box in _components(opened):
             found.append((_describe(image, component, box), label, component, box))
     found.sort(key=lambda item: -item[0].area)
     found = found[:MAX_OBJECTS]
     return SceneReading(tuple(item[0] for item in found), _clutter(index, found, distances))
 
 
+def _components(mask: np.ndarray, split: bool = True) -> Iterator[tuple[np.ndarray, tuple[slice, slice]]]:
+    """The connected parts of a mask that have an object's size: each in a box with two pixels to spare."""
+    count, components, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
+    for k in range(1, count):
+        x, y, width, height, pixels = stats[k].tolist()
+        box = (slice(max(y - 2, 0), y + height + 2), slice(max(x - 2, 0), x + width + 2))
+        component = (components[box] == k).view(np.uint8)
+        if split and pixels > TWO_AREA * SIDE**2:
+            # Two squares may touch at a corner: if a little erosion parts the component, it was several.
+            whole = np.zeros_like(mask)
+            whole[box] = component
+            parts = list(_components(_erode(whole), split=False))
+            if len(parts) > 1:
+                for part, place in parts:
+                    yield cv2.dilate(part, _BLOCK) & whole[place], place
+                continue
+        if MIN_AREA <= pixels / SIDE**2 <= MAX_AREA:
+            yield component, box
+
+
+def _erode(mask: np.ndarray) -> np.ndarray:
+    return cv2.erode(mask, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=0)
+
+
 def _describe(image: np.ndarray, component: np.ndarray, box: tuple[slice, slice]) -> Detection:
-    inner = cv2.erode(component, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=0)
+    inner = _erode(component)
     patch = image[box]
     mean = cv2.mean(patch, inner if inner.any() else component)[:3]
     # Coverage of every pixel, 0 to 1, from where its colour lies between the background's and the object's.
@@ -176,7 +196,7 @@ def _clutter(
 ) -> float:
     own = np.zeros((SIDE, SIDE), np.uint8)
     for _, label, component, box in found:
-        own[box] += np.uint8(label) * component
+        own[box] = np.maximum(own[box], np.uint8(label) * component)
     objects = (own > 0).view(np.uint8)
     outline = cv2.dilate(objects, _BLOCK) - cv2.erode(
         objects, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=1
