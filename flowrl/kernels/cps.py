@@ -13,7 +13,7 @@ Differs from the authors' code: their "log-prob" is -(x' - mean)^2, without 1 / 
 and so is no density; here it is one, and clip ranges tuned on theirs do not transfer.
 Warning: CPS does not keep the flow's marginals, not even with infinitely many steps: eps predicted at a
 state is an average, so mixing it with fresh noise loses variance. On a target N(1, 0.5^2) with the exact
-velocity, the samples' std is 0.347 at 10 steps and 0.402 in the limit, in place of 0.5 (noise 0.8).
+velocity, the samples' std is 0.347 at 10 steps and 0.404 in the limit, in place of 0.5 (noise 0.8).
 The last step (s = 0) has std 0: no density, never trained.
 """
 
