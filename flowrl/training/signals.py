@@ -113,6 +113,9 @@ class FolderLock:
                     continue
                 try:
                     os.write(descriptor, content)
+                except OSError:
+                    os.unlink(self.path)
+                    raise
                 finally:
                     os.close(descriptor)
                 self._held = content

@@ -13,11 +13,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # run folders and their figures need no torch
 
 
 class JsonLines:
