@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -93,7 +93,12 @@ class Objective(Protocol):
     unit: ClassVar[Literal["trajectory", "forward"]]
     needs_reference: bool
 
-    def __call__(self, step: TrajectoryStep) -> tuple[Tensor, Metrics]:
+    @property
+    def units_per_micro_batch(self) -> int:
+        """How many units each micro-batch gives to a "forward" objective."""
+        ...
+
+    def __call__(self, step: Any) -> tuple[Tensor, Metrics]:
         """The loss, a scalar that is the mean over the micro-batch's rows, and metrics to average."""
         ...
 

@@ -234,14 +234,17 @@ class SamplerWrapper(ABC):
 
     # -- one call of the pipeline ------------------------------------------------------------------------
 
-    def arguments(self, request: Request) -> dict[str, Any]:
-        """The keyword arguments of the pipeline call for a request."""
+    def arguments(
+        self, request: Request, guidance: dict[str, Any] | None = None, num_steps: int | None = None
+    ) -> dict[str, Any]:
+        """The keyword arguments of a pipeline call; guidance and steps default to the rollout's."""
         rows = len(request)
-        arguments = {**self.call, **self.guidance, "prompt": list(request.prompts)}
+        guidance = self.guidance if guidance is None else guidance
+        arguments = {**self.call, **guidance, "prompt": list(request.prompts)}
         negative = arguments.get("negative_prompt")
         if isinstance(negative, str):
             arguments["negative_prompt"] = [negative] * rows
-        arguments["num_inference_steps"] = self.num_steps
+        arguments["num_inference_steps"] = self.num_steps if num_steps is None else num_steps
         arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in request.initial_seeds]
         return arguments
 

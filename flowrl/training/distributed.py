@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, gather
+from accelerate.utils import gather
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
@@ -90,6 +90,7 @@ class Engine:
         """Sums gradients over ranks, in one communication."""
         if self.world == 1:
             return
+        parameters = list(parameters)
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([g.flatten() for g in gradients])
         torch.distributed.all_reduce(flat)
@@ -100,16 +101,21 @@ class Engine:
             offset += size
 
     def mean(self, values: dict[str, float], highest: frozenset[str] = frozenset()) -> dict[str, float]:
-        """Averages metrics over ranks; those named in `highest` take the maximum."""
+        """Averages metrics, of the same names on every rank; those in `highest` take the maximum."""
         if self.world == 1:
             return values
-        rows: list[dict[str, float]] = [{} for _ in range(self.world)]
-        torch.distributed.all_gather_object(rows, values)
-        result = {}
-        for key in values:
-            column = [row[key] for row in rows if key in row]
-            result[key] = max(column) if key in highest else sum(column) / len(column)
-        return result
+        names = sorted(values)
+        mine = torch.tensor([[values[name] for name in names]], dtype=torch.float64)
+        columns = gather(mine.to(self.device)).cpu()
+        means, maxima = columns.mean(dim=0), columns.amax(dim=0)
+        return {name: float(maxima[i] if name in highest else means[i]) for i, name in enumerate(names)}
+
+    def largest_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The row shape that any rank has, for ranks that hold no row themselves."""
+        box = torch.zeros(8, dtype=torch.int64, device=self.device)
+        box[: len(shape)] = torch.tensor(list(shape), dtype=torch.int64)
+        torch.distributed.all_reduce(box, op=torch.distributed.ReduceOp.MAX)
+        return tuple(int(n) for n in box if n > 0)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -118,14 +124,6 @@ class Engine:
         value = torch.tensor([float(flag)], device=self.device)
         torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
         return bool(value.item())
-
-    def from_main(self, value: Any) -> Any:
-        """The main process's value, on every rank."""
-        if self.world == 1:
-            return value
-        box = [value]
-        broadcast_object_list(box)
-        return box[0]
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -1,0 +1,243 @@
+"""From a recipe to objects: the one place that knows how the parts fit together.
+
+Cheap checks come first, so that a wrong recipe is refused before any weights are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl import registry
+from flowrl.config import RunConfig, resolve_path
+from flowrl.errors import UserError
+from flowrl.mdp.adapters import load_base_adapter
+from flowrl.mdp.policy import Policy
+from flowrl.mdp.wrapper import SamplerWrapper, find_networks, trainable
+from flowrl.reward import RewardSet, WeightedReward
+from flowrl.training.data import PromptSampler, read_prompts
+from flowrl.training.distributed import Engine
+from flowrl.training.evaluate import Evaluator
+from flowrl.training.trainer import Trainer
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass
+class Run:
+    """Everything that a recipe describes, built."""
+
+    config: RunConfig
+    engine: Engine
+    wrapper: SamplerWrapper
+    policy: Policy
+    trainer: Trainer
+    evaluator: Evaluator | None
+
+
+def build_run(config: RunConfig, recipe: Path | None = None, pipe: Any = None, trust: bool = False) -> Run:
+    """Builds a run.
+
+    Args:
+        config: the recipe.
+        recipe: its file, against which relative paths are also tried.
+        pipe: a pipeline to use in place of ``model.path``.
+        trust: allow a hub repository to run its own code; from the command line only.
+
+    Raises:
+        UserError: for anything in the recipe that does not fit, before long work starts.
+    """
+    # Without weights: names, options, files.
+    kernel = registry.build("kernel", config.sampler.kernel, "sampler.kernel")
+    deterministic = registry.build("kernel", {"name": "ode"}, "sampler.kernel")
+    selector = registry.build("steps", config.sampler.steps, "sampler.steps")
+    advantage = registry.build("advantage", config.advantage, "advantage")
+    objective = registry.build("objective", config.objective, "objective")
+    prompts = read_prompts(_file(config.data.train, "data.train", recipe), "data.train")
+    held_out = (
+        read_prompts(_file(config.data.held_out, "data.held_out", recipe), "data.held_out")
+        if config.data.held_out
+        else []
+    )
+    check_objective(config, objective, kernel)
+    engine = Engine(config.model.device)
+    engine.check_geometry(config.training.micro_batches, config.training.updates_per_pass)
+    rewards = build_rewards(config.rewards, "rewards", recipe)
+    judges = (
+        build_rewards(config.evaluation.rewards, "evaluation.rewards", recipe)
+        if config.evaluation.rewards
+        else rewards
+    )
+
+    # With weights.
+    pipe = pipe if pipe is not None else load_pipeline(config, recipe, trust)
+    wrapper: SamplerWrapper = registry.build(
+        "wrapper",
+        config.model.wrapper,
+        "model.wrapper",
+        pipe=pipe,
+        kernel=kernel,
+        deterministic=deterministic,
+        num_steps=config.sampler.num_steps,
+        call=config.model.call,
+        guidance=config.sampler.guidance,
+        cfg_gradient=config.sampler.cfg_gradient,
+        networks=config.model.networks,
+    )
+    policy = build_policy(config, pipe, objective, recipe)
+    pipe.to(engine.device)
+    policy.snapshot()
+    with policy.compute():
+        sigmas = wrapper.schedule()
+    if objective.unit == "trajectory":
+        selector.plan(0, wrapper.stds(sigmas), config.seed)  # refuses a plan that trains nothing
+    sampler = PromptSampler(
+        prompts,
+        prompts_per_iteration=config.training.prompts_per_iteration,
+        group_size=config.training.group_size,
+        micro_batch_size=config.training.micro_batch_size,
+        seed=config.seed,
+        shared_initial_noise=config.sampler.shared_initial_noise,
+    )
+    trainer = Trainer(
+        config,
+        wrapper=wrapper,
+        policy=policy,
+        rewards=rewards,
+        advantage=advantage,
+        objective=objective,
+        selector=selector,
+        sampler=sampler,
+        engine=engine,
+        sigmas=sigmas,
+    )
+    evaluator = build_evaluator(config, wrapper, held_out, judges, engine) if held_out else None
+    return Run(config, engine, wrapper, policy, trainer, evaluator)
+
+
+def load_pipeline(config: RunConfig, recipe: Path | None = None, trust: bool = False) -> Any:
+    """Loads ``model.path``, a local folder or a hub id, with safetensors weights only.
+
+    Raises:
+        UserError: for a missing path, or a pipeline that cannot be loaded; the message names the cause.
+    """
+    source = find_model(config.model.path, recipe)
+    import torch
+    from diffusers import DiffusionPipeline
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.model.dtype]
+    try:
+        return DiffusionPipeline.from_pretrained(
+            source,
+            torch_dtype=dtype,
+            revision=config.model.revision,
+            variant=config.model.variant,
+            use_safetensors=True,
+            trust_remote_code=trust,
+        )
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise UserError(
+            f"model.path = {config.model.path!r} cannot be loaded: {type(error).__name__}: "
+            f"{text[0] if text else 'no reason given'}"
+        ) from error
+
+
+def find_model(path: str, recipe: Path | None) -> str:
+    """The local folder of a model, or its hub id.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    local = resolve_path(path, recipe)
+    if local is not None:
+        if not (local / "model_index.json").is_file():
+            raise UserError(f"model.path = {path!r}: {local} is no diffusers pipeline (no model_index.json)")
+        return str(local)
+    first = path.split("/")[0]
+    if not HUB_ID.fullmatch(path) or first in (".", "..") or resolve_path(first, recipe) is not None:
+        raise UserError(f"model.path = {path!r}: no such folder, and not a hub id (owner/name)")
+    return path
+
+
+def build_policy(config: RunConfig, pipe: Any, objective: Any, recipe: Path | None) -> Policy:
+    """The policy over the pipeline's denoisers; frozen base adapters are loaded first."""
+    networks = find_networks(pipe, config.model.networks)
+    names = []
+    for number, folder in enumerate(config.model.base_adapters):
+        name = f"base_{number}"
+        load_base_adapter(pipe, networks, _file(folder, "model.base_adapters", recipe), name)
+        names.append(name)
+    return Policy(
+        networks,
+        config.model.adapter,
+        dtype=config.model.dtype,
+        needs_reference=objective.needs_reference,
+        needs_old=objective.unit == "forward",
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        base_adapters=names,
+        ema=config.ema,
+        seed=config.seed,
+    )
+
+
+def build_rewards(specs: list[dict[str, Any]], where: str, recipe: Path | None) -> RewardSet:
+    """A reward set; each spec is a reward's own options, plus ``weight`` and ``label`` (column name)."""
+    members = []
+    for number, spec in enumerate(specs):
+        options = dict(spec)
+        weight = options.pop("weight", 1.0)
+        name = str(options.get("name", ""))
+        label = options.pop("label", name)
+        key = f"{where}.{number}"
+        if not isinstance(weight, int | float) or isinstance(weight, bool):
+            raise UserError(f"{key}.weight = {weight!r}: a number is needed")
+        if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", label):
+            raise UserError(f"{key}.label = {label!r}: letters, digits, '_', '-' and '.' only")
+        for path_key in ("model", "weights"):
+            found = (
+                resolve_path(options[path_key], recipe) if isinstance(options.get(path_key), str) else None
+            )
+            if found is not None:
+                options[path_key] = str(found)
+        members.append(WeightedReward(label, registry.build("reward", options, key), float(weight)))
+    return RewardSet(members)
+
+
+def build_evaluator(
+    config: RunConfig, wrapper: SamplerWrapper, prompts: list[Any], judges: RewardSet, engine: Engine
+) -> Evaluator:
+    """The held-out evaluation of a recipe."""
+    options = config.evaluation
+    guidance = config.sampler.guidance if options.guidance is None else options.guidance
+    return Evaluator(
+        wrapper,
+        prompts[: options.max_prompts],
+        judges,
+        engine,
+        num_steps=options.num_steps or config.sampler.num_steps,
+        guidance=guidance,
+        samples_per_prompt=options.samples_per_prompt,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        grid_prompts=options.grid_prompts,
+    )
+
+
+def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
+    """Raises UserError for a sampler that gives the objective nothing to train on."""
+    if objective.unit == "trajectory" and not trainable([kernel.std(0.8, 0.6)]):
+        raise UserError(
+            f"sampler.kernel {config.sampler.kernel.get('name')!r} is deterministic: no step has a density, "
+            f"so objective {config.objective.get('name')!r} has nothing to train; use a stochastic kernel "
+            "(flow_sde, dance_sde, cps) or a forward-process objective (nft)"
+        )
+
+
+def _file(value: str, key: str, recipe: Path | None) -> Path:
+    found = resolve_path(value, recipe)
+    if found is None:
+        raise UserError(f"{key} = {value!r}: no such file")
+    return found

@@ -1,0 +1,166 @@
+"""Held-out evaluation: the deployed pipeline, with its own scheduler, on prompts never trained on.
+
+What is measured is what is deployed: no kernel and no seam takes part. The same prompts and seeds are
+used every time, so before and after differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.mdp.seeds import derive_seed
+from flowrl.mdp.trajectory import Request
+from flowrl.mdp.wrapper import SamplerWrapper, to_samples
+from flowrl.reward import RewardSet
+from flowrl.training.data import Prompt
+from flowrl.training.distributed import Engine
+from flowrl.training.meters import image_meters, pairwise_diversity
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one evaluation.
+
+    Attributes:
+        metrics: ``eval/<judge>/mean``, ``eval/<judge>/tag/<tag>``, ``eval/<meter>``, ``eval/diversity``.
+        scores: (N, R) raw scores of every sample.
+        grid: images of the grid prompts, (M, 3, H, W) or (M, F, 3, H, W), float in [0, 1].
+        captions: (M,) their prompts.
+    """
+
+    metrics: dict[str, float]
+    scores: Tensor
+    grid: Tensor
+    captions: list[str]
+
+
+class Evaluator:
+    """Evaluates the current weights of a pipeline on held-out prompts."""
+
+    def __init__(
+        self,
+        wrapper: SamplerWrapper,
+        prompts: list[Prompt],
+        judges: RewardSet,
+        engine: Engine,
+        *,
+        num_steps: int,
+        guidance: dict[str, Any],
+        samples_per_prompt: int,
+        batch_size: int,
+        seed: int,
+        grid_prompts: int,
+    ) -> None:
+        """Args are those of `flowrl.config.EvaluationConfig`, resolved."""
+        self.wrapper = wrapper
+        self.prompts = prompts
+        self.judges = judges
+        self.engine = engine
+        self.num_steps = num_steps
+        self.guidance = guidance
+        self.samples_per_prompt = samples_per_prompt
+        self.batch_size = batch_size
+        self.seed = seed
+        self.grid_prompts = grid_prompts
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The generation settings that stand beside every score."""
+        scheduler = self.wrapper.pipe.scheduler
+        return {
+            "pipeline": type(self.wrapper.pipe).__name__,
+            "scheduler": type(scheduler).__name__,
+            "scheduler_shift": scheduler.config.get("shift", scheduler.config.get("flow_shift")),
+            "num_inference_steps": self.num_steps,
+            "guidance": self.guidance,
+            "call": self.wrapper.call,
+            "prompts": len(self.prompts),
+            "samples_per_prompt": self.samples_per_prompt,
+            "seed": self.seed,
+        }
+
+    def evaluate(self) -> Evaluation:
+        """Samples every prompt and scores it; the same figures on every rank."""
+        batches = self._batches()
+        images: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
+        for number in range(self.engine.rank, len(batches), self.engine.world):
+            batch = batches[number]
+            samples = to_samples(self._sample(batch), self.wrapper.call)
+            images[number] = samples.images
+            scores[number] = self.judges.score(
+                samples, [p.text for p, _ in batch], [p.metadata for p, _ in batch]
+            )
+        all_scores = self._collect(scores, batches)
+        all_images = self._collect(images, batches)
+        rows = [row for batch in batches for row in batch]
+        return Evaluation(
+            metrics=self._metrics(all_scores, all_images, rows),
+            scores=all_scores,
+            grid=all_images[self._grid_rows(rows)],
+            captions=[rows[i][0].text for i in self._grid_rows(rows)],
+        )
+
+    def _batches(self) -> list[list[tuple[Prompt, int]]]:
+        rows = [(prompt, member) for prompt in self.prompts for member in range(self.samples_per_prompt)]
+        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+
+    @torch.no_grad()
+    def _sample(self, batch: list[tuple[Prompt, int]]) -> Tensor:
+        seeds = tuple(derive_seed(self.seed, "evaluation", p.text, member) for p, member in batch)
+        request = Request(
+            tuple(p.text for p, _ in batch), tuple(p.metadata for p, _ in batch), (), seeds, seeds
+        )
+        arguments = self.wrapper.arguments(request, self.guidance, self.num_steps)
+        output = self.wrapper.pipe(**arguments, output_type="pt", return_dict=False)[0]
+        return output if isinstance(output, Tensor) else torch.stack(list(output))
+
+    def _collect(self, mine: dict[int, Tensor], batches: list[list[tuple[Prompt, int]]]) -> Tensor:
+        """All ranks' rows in order; the last batch may be short, so rows are padded for the gathering."""
+        if self.engine.world == 1:
+            return torch.cat([mine[number] for number in range(len(batches))])
+        per_rank = -(-len(batches) // self.engine.world)
+        shape = self.engine.largest_shape(next(iter(mine.values())).shape[1:] if mine else ())
+        padded = []
+        for i in range(per_rank):
+            block = torch.zeros(self.batch_size, *shape)
+            rows = mine.get(self.engine.rank + i * self.engine.world)
+            if rows is not None:
+                block[: len(rows)] = rows
+            padded.append(block)
+        blocks = self.engine.gather_shares(padded).view(per_rank * self.engine.world, self.batch_size, *shape)
+        return torch.cat([blocks[number][: len(batch)] for number, batch in enumerate(batches)])
+
+    def _metrics(self, scores: Tensor, images: Tensor, rows: list[tuple[Prompt, int]]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for column, judge in enumerate(self.judges.names):
+            values = scores[:, column]
+            metrics[f"eval/{judge}/mean"] = _finite_mean(values)
+            by_tag: dict[str, list[int]] = defaultdict(list)
+            for i, (prompt, _) in enumerate(rows):
+                if "tag" in prompt.metadata:
+                    by_tag[str(prompt.metadata["tag"])].append(i)
+            for tag, members in sorted(by_tag.items()):
+                metrics[f"eval/{judge}/tag/{tag}"] = _finite_mean(values[members])
+        frames = images if images.ndim == 4 else images.flatten(0, 1)
+        metrics |= {f"eval/{name}": value for name, value in image_meters(frames).items()}
+        still = images if images.ndim == 4 else images[:, images.shape[1] // 2]
+        index = torch.arange(len(self.prompts)).repeat_interleave(self.samples_per_prompt)
+        metrics["eval/diversity"] = pairwise_diversity(still, index if self.samples_per_prompt > 1 else None)
+        return metrics
+
+    def _grid_rows(self, rows: list[tuple[Prompt, int]]) -> list[int]:
+        """The first sample of prompts spread evenly over the file, so that every tag is seen."""
+        count = min(self.grid_prompts, len(self.prompts))
+        picked = [i * len(self.prompts) // count for i in range(count)]
+        return [i * self.samples_per_prompt for i in picked]
+
+
+def _finite_mean(values: Tensor) -> float:
+    finite = values[torch.isfinite(values)]
+    return float(finite.double().mean()) if len(finite) else float("nan")
