@@ -10,8 +10,17 @@ import functools
 import itertools
 import string
 
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
-from tokenizers import pre_tokenizers
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
+from tokenizers import pre_tokenizers, processors
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -20,9 +29,18 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    GlmConfig,
+    GlmModel,
+    LlamaConfig,
+    LlamaModel,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -34,6 +52,11 @@ HIDDEN = 16
 MAX_LENGTH = 32
 LATENT_MEAN = [0.1, -0.2, 0.3, 0.0]
 LATENT_STD = [1.5, 0.5, 1.0, 2.0]
+QWEN3_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 WORDS = tuple(
     """
     a an the photo image picture drawing sketch painting of and to left right above below on in with big small
@@ -41,6 +64,7 @@ WORDS = tuple(
     triangles star stars cat dog cats dogs car tree house bad blurry ugly low high prompt style
     system user assistant describe by detailing color shape size texture quantity text spatial relationships
     objects background think you are generate superior images degree alignment based textual prompts
+    designed video theme
     """.split()
 )
 
@@ -81,10 +105,10 @@ def _merged(pieces: list[str], pair: tuple[str, str]) -> list[str]:
     return out
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer(max_length: int = MAX_LENGTH) -> CLIPTokenizer:
     vocab, merges = bpe(suffix="</w>")
     vocab = vocab | {"<|startoftext|>": len(vocab), "<|endoftext|>": len(vocab) + 1}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_LENGTH)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=max_length)
 
 
 def t5_tokenizer() -> T5Tokenizer:
@@ -97,28 +121,73 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """The prefix of Qwen-Image's template has 34 tokens, as with the released tokenizer."""
+    """With Qwen3's chat template, in short; the prefix of Qwen-Image's has 34 tokens, as released."""
     vocab, merges = bpe(prefix="Ġ")
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    special = ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
     vocab = vocab | {token: len(vocab) + i for i, token in enumerate(special)}
     return Qwen2Tokenizer(
         vocab=vocab,
         merges=merges,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=list(special[1:2]),
+        extra_special_tokens=list(special[2:]),
+        chat_template=QWEN3_TEMPLATE,
         model_max_length=4 * MAX_LENGTH,
     )
 
 
+def glm_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level BPE, padded on the left, with GLM's two tokens in front; GLM's own class is only generic."""
+    vocab, merges = bpe(prefix="Ġ")
+    special = ("<|endoftext|>", "[gMASK]", "<sop>")
+    vocab = vocab | {token: len(vocab) + i for i, token in enumerate(special)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        extra_special_tokens=list(special[1:]),
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+    )
+    return _with_prefix(tokenizer, special[1:])
+
+
 def gemma_tokenizer() -> GemmaTokenizer:
+    tokenizer = GemmaTokenizer(**_sentencepiece("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
+    return _with_prefix(tokenizer, ("<bos>",))
+
+
+def llama_tokenizer() -> LlamaTokenizer:
+    special = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    tokenizer = LlamaTokenizer(
+        **_sentencepiece("<pad>", "</s>", "<s>", "<unk>", *special),
+        pad_token="<pad>",
+        extra_special_tokens=list(special),
+        padding_side="right",
+    )
+    return _with_prefix(tokenizer, ("<s>",))
+
+
+def _sentencepiece(*special: str) -> dict:
     vocab, merges = bpe(prefix="▁")
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *vocab, *(f"<0x{i:02X}>" for i in range(256))]
-    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    return GemmaTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_LENGTH)
+    tokens = dict.fromkeys([*special, *vocab, *(f"<0x{i:02X}>" for i in range(256))])
+    return {
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": merges,
+        "model_max_length": 2 * MAX_LENGTH,
+    }
 
 
-def clip_text(projection: bool) -> CLIPTextModel | CLIPTextModelWithProjection:
+def _with_prefix(tokenizer: PreTrainedTokenizerFast, prefix: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """The tokenizer, which puts these special tokens in front of each prompt."""
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*prefix, "$A"],
+        pair=[*prefix, "$A", "$B"],
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in prefix],
+    )
+    return tokenizer
+
+
+def clip_text(projection: bool, max_length: int = MAX_LENGTH) -> CLIPTextModel | CLIPTextModelWithProjection:
     tokenizer = clip_tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -127,11 +196,11 @@ def clip_text(projection: bool) -> CLIPTextModel | CLIPTextModelWithProjection:
         projection_dim=HIDDEN,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        initializer_factor=5.0,
+        initializer_factor=2.0,
     )
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
 
@@ -171,6 +240,23 @@ def decoder_sizes(vocab_size: int) -> dict:
     }
 
 
+def qwen3_text(lm_head: bool) -> Qwen3ForCausalLM | Qwen3Model:
+    sizes = decoder_sizes(len(qwen_tokenizer())) | {"num_hidden_layers": 3}
+    return (Qwen3ForCausalLM if lm_head else Qwen3Model)(Qwen3Config(**sizes, head_dim=HIDDEN // 2))
+
+
+def llama_text() -> LlamaModel:
+    tokenizer = llama_tokenizer()
+    sizes = decoder_sizes(len(tokenizer)) | {"num_hidden_layers": 4}
+    return LlamaModel(LlamaConfig(**sizes, pad_token_id=tokenizer.pad_token_id))
+
+
+def glm_text() -> GlmModel:
+    tokenizer = glm_tokenizer()
+    sizes = decoder_sizes(len(tokenizer))
+    return GlmModel(GlmConfig(**sizes, head_dim=HIDDEN // 2, pad_token_id=tokenizer.pad_token_id))
+
+
 def gemma2_text() -> Gemma2Model:
     sizes = decoder_sizes(len(gemma_tokenizer()))
     return Gemma2Model(Gemma2Config(**sizes, head_dim=HIDDEN // 2, query_pre_attn_scalar=HIDDEN // 2))
@@ -196,12 +282,12 @@ def qwen_vl_text() -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 
-def kl_vae(**kwargs: object) -> AutoencoderKL:
-    """Factor 4; pipelines of one family differ in ``scaling_factor`` and ``shift_factor``."""
+def kl_vae(levels: int = 3, **kwargs: object) -> AutoencoderKL:
+    """Factor 4 with three levels; families differ in ``scaling_factor`` and ``shift_factor``."""
     sizes = {
-        "down_block_types": ("DownEncoderBlock2D",) * 3,
-        "up_block_types": ("UpDecoderBlock2D",) * 3,
-        "block_out_channels": (8, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * levels,
+        "up_block_types": ("UpDecoderBlock2D",) * levels,
+        "block_out_channels": (8,) * levels,
         "layers_per_block": 1,
         "latent_channels": 4,
         "norm_num_groups": 4,
@@ -255,4 +341,52 @@ def qwen_vae() -> AutoencoderKLQwenImage:
         temperal_downsample=[False, True],
         latents_mean=LATENT_MEAN,
         latents_std=LATENT_STD,
+    )
+
+
+def flux2_vae() -> AutoencoderKLFlux2:
+    """Factor 4; the statistics that its latents are whitened with are not trivial."""
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+    )
+    vae.bn.running_mean.copy_(torch.tensor(LATENT_MEAN).repeat_interleave(4))
+    vae.bn.running_var.copy_(torch.tensor(LATENT_STD).repeat_interleave(4) ** 2)
+    return vae
+
+
+def ltx_vae() -> AutoencoderKLLTXVideo:
+    """Factor 8 in space and 4 in time."""
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        down_block_types=("LTXVideoDownBlock3D",) * 2,
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, True),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False,) * 3,
+        downsample_type=("conv", "conv"),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+        patch_size=2,
+    )
+    vae.latents_mean.copy_(torch.tensor(LATENT_MEAN))
+    vae.latents_std.copy_(torch.tensor(LATENT_STD))
+    return vae
+
+
+def hunyuan_vae() -> AutoencoderKLHunyuanVideo:
+    """Factor 8 in space and 4 in time."""
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
     )
