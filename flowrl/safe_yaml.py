@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise _refusal("anchors and aliases are not allowed", event)
         if self.depth >= MAX_NESTING:
