@@ -524,7 +524,8 @@ _ENTRIES = (
         call=IMAGE | SHORT,
         **BATCHED,
         sets_begin_index=False,
-        notes="text_encoder_3 and tokenizer_3 are None; the T5 tokens are max_sequence_length zero rows.",
+        notes="text_encoder_3 and tokenizer_3 are None, which from_pretrained has to be told; the T5 tokens "
+        "are max_sequence_length zero rows.",
     ),
     TinyPipeline(
         name="flux",
