@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ from flowrl.advantage import Advantage, Advantages
 from flowrl.config import RunConfig
 from flowrl.mdp.policy import Policy
 from flowrl.mdp.seeds import generator
-from flowrl.mdp.steps import StepSelector
+from flowrl.mdp.steps import StepPlan, StepSelector
 from flowrl.mdp.trajectory import Request, Trajectory
-from flowrl.mdp.wrapper import SamplerWrapper
+from flowrl.mdp.wrapper import SamplerWrapper, trainable
 from flowrl.objective import ForwardStep, Metrics, Objective, TrajectoryStep
 from flowrl.reward import RewardSet
 from flowrl.training.data import PromptSampler
@@ -124,7 +123,7 @@ class Trainer:
         started = time.perf_counter()
         iteration = self.state.iteration
         forwards = self.wrapper.forwards
-        plan = self.selector.plan(iteration, self.stds, self.config.seed) if self._needs_steps else None
+        plan = self.plan(iteration)
         requests = self.engine.share(self.sampler.requests(iteration))
         trajectories = [self._rollout(request, plan) for request in requests]
         nfe_rollout = self.wrapper.forwards - forwards
@@ -147,11 +146,17 @@ class Trainer:
         self._seconds["total"] = time.perf_counter() - started
         return IterationResult(metrics, dict(self._seconds))
 
+    def plan(self, iteration: int) -> StepPlan:
+        """Which steps are stochastic and which are trained; forward-process objectives train none."""
+        if self._needs_steps:
+            return self.selector.plan(iteration, self.stds, self.config.seed)
+        return StepPlan(tuple(trainable(self.stds)), ())
+
     @property
     def _needs_steps(self) -> bool:
         return self.objective.unit == "trajectory"
 
-    def _rollout(self, request: Request, plan: Any) -> Trajectory:
+    def _rollout(self, request: Request, plan: StepPlan) -> Trajectory:
         acting = nullcontext() if self._needs_steps else self.policy.old()
         with self._phase("rollout"), self.policy.compute(), acting:
             return self.wrapper.rollout(request, plan)

@@ -1,0 +1,132 @@
+"""The command line: ``flowrl train | sample | eval | doctor | bench | report | export | rewards``.
+
+Nothing heavy is imported before a command needs it, so that ``--help`` and a wrong recipe answer at once.
+Errors that are the user's to mend are one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from flowrl.errors import UserError
+
+app = typer.Typer(
+    name="flowrl",
+    help="RL fine-tuning of diffusion and flow generative models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+rewards_app = typer.Typer(help="Reward models.", no_args_is_help=True)
+app.add_typer(rewards_app, name="rewards")
+console = Console()
+errors = Console(stderr=True)
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe, e.g. configs/quickstart.yaml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides such as optimizer.lr=1e-4 or training.iterations=20.", show_default=False),
+]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(help="A .py file or module whose @register lines add rewards, kernels, objectives, ..."),
+]
+Trust = Annotated[bool, typer.Option(help="Let a hub repository run its own Python code.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, nothing else.")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on from the newest intact checkpoint; never: start a new run.")
+    ] = "never",
+    fresh: Annotated[bool, typer.Option(help="Delete what an earlier run of this name left.")] = False,
+    allow_change: Annotated[bool, typer.Option(help="Resume although the recipe has changed.")] = False,
+    preflight: Annotated[bool, typer.Option(help="Run the short doctor check first.")] = True,
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Fine-tune a model by a recipe; results go to runs/<recipe name>.
+
+    Start several processes with `accelerate launch -m flowrl.cli train RECIPE`.
+    """
+    from flowrl import commands
+
+    _choice("--resume", resume, ("auto", "never"))
+    summary = commands.train(
+        recipe,
+        overrides or [],
+        resume=resume == "auto",
+        fresh=fresh,
+        allow_change=allow_change,
+        preflight=preflight,
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        console=console,
+    )
+    if summary["exit_code"]:
+        raise typer.Exit(summary["exit_code"])
+
+
+@rewards_app.command("list")
+def rewards_list(plugin: Plugin = None, as_json: AsJson = False) -> None:
+    """List the registered rewards."""
+    from flowrl import commands
+
+    commands.rewards_list(plugin or [], as_json, console)
+
+
+def _choice(option: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise UserError(f"{option} {value!r}: legal values are {', '.join(legal)}")
+
+
+def guarded(run: Callable[[], Any]) -> int:
+    """Runs a command; user errors become one message and exit code 2."""
+    import click
+
+    try:
+        result = run()
+    except UserError as error:
+        errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    except FloatingPointError as error:
+        errors.print(f"[bold red]stopped:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        return 3
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def main() -> None:
+    """Entry point."""
+    logging.basicConfig(
+        level=os.environ.get("FLOWRL_LOG", "WARNING").upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=errors, show_path=False, show_time=False)],
+    )
+    sys.exit(guarded(lambda: app(standalone_mode=False)))
+
+
+if __name__ == "__main__":
+    main()
