@@ -123,7 +123,7 @@ def _components(mask: np.ndarray, split: bool = True) -> Iterator[tuple[np.ndarr
             whole = np.zeros_like(mask)
             whole[box] = component
             parts = list(_components(_erode(whole), split=False))
-            if len(parts) > 1:
+            if sum(part.sum() > TWO_AREA / 3 * SIDE**2 for part, _ in parts) > 1:
                 for part, place in parts:
                     yield cv2.dilate(part, _BLOCK) & whole[place], place
                 continue
@@ -176,7 +176,8 @@ def _template(shape: str, xs: np.ndarray, ys: np.ndarray, area: float) -> np.nda
     else:
         radius = math.sqrt(area * 4 / (3 * math.sqrt(3)))  # of the circle through the corners
         inside = np.minimum(radius / 2 - ys, (ys + radius - math.sqrt(3) * np.abs(xs)) / 2)
-    return np.clip(inside + 0.5, 0, 1)
+    cover: np.ndarray = np.clip(inside + 0.5, 0, 1)
+    return cover
 
 
 def _color_scores(mean: tuple[float, ...]) -> dict[str, float]:
@@ -201,12 +202,12 @@ def _clutter(
     outline = cv2.dilate(objects, _BLOCK) - cv2.erode(
         objects, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=1
     )
-    excess = (distances[index, own].astype(np.float32) - _TOLERANCE) / 40
+    excess = (distances[index, own].astype(np.float32) - _TOLERANCE) / 24
     return float(np.where(outline > 0, 0, np.clip(excess, 0, 1)).sum()) / SIDE**2
 
 
 @functools.lru_cache(maxsize=1)
-def _palette_lab() -> list[tuple[float, float, float]]:
+def _palette_lab() -> list[tuple[float, ...]]:
     colors = np.asarray([BACKGROUND, *PALETTE.values()], np.float32)[None] / 255
     return [tuple(map(float, row)) for row in cv2.cvtColor(colors, cv2.COLOR_RGB2LAB)[0]]
 
