@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 ABSENT = "<absent>"
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Writes and fsyncs a new file; returns its size and the SHA-256 of what was meant to be written."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes and fsyncs a new file; returns size and SHA-256 of what was meant to be written."""
     size, digest = 0, hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -44,7 +44,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return size, digest.hexdigest()
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -54,6 +54,13 @@ def open_regular(path: Path) -> BufferedReader:
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def measure_file(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a regular file as it is on disk, in the form that `write_file` returns."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
 def sync_folder(path: Path) -> None:
@@ -69,11 +76,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file so that a crash at any moment leaves the old content or the new.
-
-    Raises:
-        UserError: if the disk is full or the folder cannot be written.
-    """
+    """Replaces a file so that a crash leaves the old content or the new; UserError if it cannot."""
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     try:
         write_file(temporary, [data])
@@ -188,11 +191,7 @@ class RunFolder:
         write_atomically(self.path / "summary.json", text.encode() + b"\n")
 
     def read_config(self) -> dict[str, Any] | None:
-        """The config that the run was started with, or None for a new run.
-
-        Raises:
-            UserError: if ``config.yaml`` cannot be read.
-        """
+        """The config that the run was started with, or None for a new run; UserError if unreadable."""
         import yaml  # here, so that a worker that only checkpoints does not pay for it
 
         path = self.path / "config.yaml"

@@ -7,6 +7,7 @@ process of a distributed run builds either.
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.util
 import json
 import math
@@ -197,6 +198,26 @@ def exact_json(value: Any, where: str) -> bytes:
     """
     _require_exact(value, where)
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """JSON of a mapping and its SHA-256, in one fixed spelling."""
+    checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"body": body, "sha256": checksum}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The mapping that was sealed; raises ValueError if a single bit differs from what `seal` wrote."""
+    try:
+        whole = json.loads(data)
+        body, recorded = whole["body"], whole["sha256"]
+        again = seal(body)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"not sealed JSON ({type(error).__name__})") from error
+    if data != again or not isinstance(body, dict):
+        actual = json.loads(again)["sha256"]
+        raise ValueError(f"SHA-256 of the body {recorded} expected, {actual} found")
+    return body
 
 
 def _require_exact(value: Any, where: str) -> None:
