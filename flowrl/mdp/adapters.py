@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from flowrl.errors import UserError
 POLICY = "policy"
 OLD = "old"
 SUPPORTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SEVERAL = "Already found a `peft_config`"  # peft's warning about several adapters, which are meant here
 Slot = tuple[nn.Module, str]
 # positions and times keep their precision: bfloat16 cannot tell token 257 from token 256
 KEEP = re.compile(r"_ids$|coords|rotary|freqs|rope|position|timestep|sigma|guidance")
@@ -39,7 +41,7 @@ def resolve_targets(network: nn.Module, endings: Sequence[str] | None) -> list[s
     """Full names of the modules that get a LoRA.
 
     Args:
-        network: a denoiser; modules that already carry an adapter count as the module inside.
+        network: a denoiser; a module that already carries an adapter counts as the module inside.
         endings: module names or their endings (``to_q`` is each ``...attn.to_q``); None: every linear layer.
 
     Raises:
@@ -86,28 +88,30 @@ def add_lora(network: nn.Module, config: AdapterConfig, name: str, seed: int = 0
     Args:
         network: a denoiser with ``add_adapter`` (diffusers' ``PeftAdapterMixin``).
         config: rank, alpha, targets and initialisation.
-        name: the adapter's name, which must be free.
+        name: of the adapter.
         seed: of the initial weights, so that all ranks start alike.
     """
-    if not hasattr(network, "add_adapter"):
+    add: Any = getattr(network, "add_adapter", None)
+    if add is None:
         raise UserError(
             f"{type(network).__name__} has no add_adapter (see diffusers' PeftAdapterMixin): use kind=full"
         )
     if name in getattr(network, "peft_config", {}):
         raise UserError(f"{type(network).__name__} already has an adapter {name!r}: build a fresh pipeline")
     wanted = resolve_targets(network, config.targets)
+    alpha: Any = config.alpha  # declared an int by peft, which computes with it as a float
     lora = LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft computes with it as a float
+        lora_alpha=alpha,
         target_modules=_pattern(network, wanted),
         lora_dropout=0.0,
         bias="none",
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several are meant here
+        warnings.filterwarnings("ignore", message=SEVERAL)
         torch.default_generator.manual_seed(seed)
-        network.add_adapter(lora, adapter_name=name)  # type: ignore[operator]
+        add(lora, adapter_name=name)
     added = {layer_name for layer_name, layer in lora_layers(network) if name in layer.lora_A}
     if added != set(wanted):
         raise RuntimeError(f"peft adapted {len(added)} layers, {len(wanted)} were asked for")
@@ -119,19 +123,16 @@ def add_lora(network: nn.Module, config: AdapterConfig, name: str, seed: int = 0
 def _pattern(network: nn.Module, names: list[str]) -> list[str] | str:
     """What peft takes as targets: the names, or a pattern where one is also the ending of another module."""
     wanted = set(names)
-    if any(other not in wanted and _ends(other, wanted) for other, _ in network.named_modules()):
-        return "|".join(re.escape(name) for name in names)
+    for other in {name for name, _ in network.named_modules()} - wanted:
+        parts = other.split(".")
+        if any(".".join(parts[n:]) in wanted for n in range(1, len(parts))):
+            return "|".join(re.escape(name) for name in names)
     return names
-
-
-def _ends(name: str, endings: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[n:]) in endings for n in range(1, len(parts)))
 
 
 def lora_layers(network: nn.Module) -> list[tuple[str, LoraLayer]]:
     """The layers that carry LoRAs, by name."""
-    return [(name, module) for name, module in network.named_modules() if isinstance(module, LoraLayer)]
+    return [(name, layer) for name, layer in network.named_modules() if isinstance(layer, LoraLayer)]
 
 
 def lora_slots(network: nn.Module, name: str) -> dict[str, Slot]:
@@ -150,6 +151,8 @@ def activate(layers: Sequence[LoraLayer], names: list[str]) -> None:
     for layer in layers:
         layer._active_adapter = list(names)
         layer._disable_adapters = False
+    if layers and (layers[0].active_adapters != names or layers[0].disable_adapters):
+        raise RuntimeError("this version of peft keeps the active adapters elsewhere")
 
 
 def check_frozen(network: nn.Module, names: Sequence[str]) -> None:
@@ -157,7 +160,7 @@ def check_frozen(network: nn.Module, names: Sequence[str]) -> None:
 
     Args:
         network: a denoiser, before the policy's adapter is added.
-        names: the adapters that belong to the frozen start policy.
+        names: adapters of the frozen start policy.
 
     Raises:
         UserError: for an adapter that is loaded but not named, or one that changes more than LoRA matrices.
@@ -197,12 +200,14 @@ def load_base_adapter(pipe: Any, networks: Mapping[str, nn.Module], folder: str 
         raise UserError(f"{type(pipe).__name__} cannot load LoRAs: model.base_adapters must be empty")
     if not Path(folder).exists():
         raise UserError(f"model.base_adapters: no file or folder {folder}")
-    with _strict(folder, {type(network).__name__ for network in networks.values()}):
-        pipe.load_lora_weights(str(folder), adapter_name=name)
-        if "transformer_2" in networks and (Path(folder) / "transformer_2").is_dir():
-            pipe.load_lora_weights(
-                str(folder), subfolder="transformer_2", adapter_name=name, load_into_transformer_2=True
-            )
+    second = (
+        Path(folder) / "transformer_2"
+    )  # as a path: the loader prefers the parent's file to a subfolder's
+    with strict_loading(folder, {type(network).__name__ for network in networks.values()}):
+        pipe.load_lora_weights(str(folder), adapter_name=name, use_safetensors=True)
+        if second.is_dir():
+            options = {"adapter_name": name, "use_safetensors": True, "load_into_transformer_2": True}
+            pipe.load_lora_weights(str(second), **options)
     carriers = [n for n in networks.values() if any(name in layer.lora_A for _, layer in lora_layers(n))]
     if not carriers:
         raise UserError(f"{folder} holds no LoRA weights for {', '.join(networks)}")
@@ -211,41 +216,29 @@ def load_base_adapter(pipe: Any, networks: Mapping[str, nn.Module], folder: str 
             getattr(module, attribute).requires_grad_(False)
 
 
-class _Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
-def _strict(folder: str | Path, kinds: set[str]) -> Iterator[None]:
-    """Turns what diffusers and peft log or warn while loading into an error."""
-    handler = _Collect()
-    loggers = [logging.getLogger("diffusers"), logging.getLogger("peft")]
-    for logger in loggers:
-        logger.addHandler(handler)
+def strict_loading(folder: str | Path, kinds: set[str]) -> Iterator[None]:
+    """Turns what diffusers only logs while it loads a LoRA into networks of these classes into an error."""
+    handler, logger = BufferingHandler(capacity=1_000_000), logging.getLogger("diffusers")
+    handler.setLevel(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, logging.WARNING))
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=SEVERAL)
             yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         raise UserError(f"{folder} cannot be loaded as a LoRA: {error}") from error
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    from_python = [str(w.message) for w in caught if not issubclass(w.category, DeprecationWarning)]
-    # a file without weights for the text encoders is the ordinary case
-    absent = re.compile(r"No LoRA keys associated to (\w+)")
-    messages = [
-        message
-        for message in handler.messages + from_python
-        if not ((match := absent.match(message)) and match.group(1) not in kinds)
-    ]
-    if messages:
-        raise UserError(f"{folder} does not fit the network: {'; '.join(messages)}")
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    absent = re.compile(r"No LoRA keys associated to (\w+)")  # of the text encoders: the ordinary case
+    messages = [record.getMessage() for record in handler.buffer]
+    found = [(message, absent.match(message)) for message in messages]
+    wrong = [message for message, match in found if match is None or match.group(1) in kinds]
+    if wrong:
+        raise UserError(f"{folder} does not fit the network: {'; '.join(wrong)}")
 
 
 def store(network: nn.Module, dtype: torch.dtype) -> None:
@@ -283,22 +276,24 @@ def guard_backward(network: nn.Module, shown: Callable[[], str]) -> None:
     """Refuses a backward pass that starts while other weights are in place than in its forward pass."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        before = shown()
+        before, mode = shown(), network.training
 
         def check(gradient: Tensor) -> None:
             if shown() != before:
                 raise RuntimeError(
                     f"backward pass of the {before} inside a context that shows the {shown()}: close it first"
                 )
+            if network.training != mode:
+                raise RuntimeError("train or eval mode changed between the forward and the backward pass")
 
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(check)  # type: ignore[no-untyped-call]
+                tensor.register_hook(check)
 
     network.register_forward_hook(hook)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: Any) -> Iterable[Any]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

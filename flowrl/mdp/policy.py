@@ -10,8 +10,9 @@ Rules for callers:
 * Replay and rollout run inside `Policy.compute`, the backward pass outside of every other context. A backward
   pass that starts while another policy is in place raises: gradient checkpointing runs the forward pass
   again, and would run it with the wrong weights.
-* The contexts carry no gradient and put back what they find: active adapters, requires_grad, train/eval.
-* The optimizer steps, averages and checkpoints are taken outside of the contexts.
+* The contexts of other policies carry no gradient. All contexts put back what they find: weights, active
+  adapters, requires_grad, eval mode; train mode, with its dropout, never comes back.
+* Optimizer steps, averages and checkpoints are taken outside of the contexts.
 """
 
 from __future__ import annotations
@@ -74,14 +75,12 @@ class Policy:
         self._ema_config = ema
         if self._base and not self._lora:
             raise UserError("model.base_adapters with adapter.kind=full: merge the adapters first")
-        for name, network in self.networks.items():
-            self._prepare(network, seed)
+        for number, network in enumerate(self.networks.values()):
+            self._prepare(network, seed + number)
             network.eval()
             if gradient_checkpointing:
                 if not getattr(network, "_supports_gradient_checkpointing", False):
-                    raise UserError(
-                        f"model.gradient_checkpointing: {type(network).__name__} has none ({name})"
-                    )
+                    raise UserError(f"model.gradient_checkpointing: {type(network).__name__} has none")
                 network.enable_gradient_checkpointing()  # type: ignore[operator]
             if self.dtype != torch.float32:
                 adapters.round_inputs(network, self._dtype_now)
@@ -106,8 +105,8 @@ class Policy:
     def snapshot(self) -> None:
         """Takes the frozen copies and the average afresh from the present weights.
 
-        Done when the policy is built; to be done again when the networks were sharded, or other start weights
-        were loaded into them, before the first update.
+        Done when the policy is built; to be done again, before the first update, when the networks were moved
+        to another device or other start weights were loaded into them.
         """
         self._slots = self._find(POLICY)
         self._layers = [layer for n in self.networks.values() for _, layer in adapters.lora_layers(n)]
@@ -258,7 +257,7 @@ class Policy:
                 if p.requires_grad != flag:
                     p.requires_grad = flag
             for module, mode in zip(self._modules, modes, strict=True):
-                module.training = mode
+                module.training = module.training and mode
 
     def _show(self, view: str) -> None:
         self._view, before = view, self._view
