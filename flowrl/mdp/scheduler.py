@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 StepFunction = Callable[[int, Tensor, Tensor], Tensor]
@@ -72,8 +71,3 @@ class PolicyScheduler:
         if name == "base":  # not set yet: copying or unpickling an instance must not recurse
             raise AttributeError(name)
         return getattr(self.base, name)
-
-
-def single_time(sigma: float, num_train_timesteps: int) -> Tensor:
-    """The model time of a noise level, as a tensor of one element: t = sigma x num_train_timesteps."""
-    return torch.tensor([sigma * num_train_timesteps], dtype=torch.float32)

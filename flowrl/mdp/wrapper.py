@@ -16,13 +16,14 @@ from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
 from flowrl.kernel import Kernel
 from flowrl.mdp.conditioning import ConditionalGradient, PromptCache
-from flowrl.mdp.scheduler import PolicyScheduler, StepFunction, single_time
+from flowrl.mdp.scheduler import PolicyScheduler, StepFunction
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
@@ -93,6 +94,7 @@ class SamplerWrapper(ABC):
         self._prompts = PromptCache(pipe.encode_prompt) if hasattr(pipe, "encode_prompt") else None
         self._split = ConditionalGradient() if cfg_gradient == "conditional" else None
         self._scale: float | None = None
+        self._grid: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         self.forwards = 0
         pipe.set_progress_bar_config(disable=True)
 
@@ -145,7 +147,8 @@ class SamplerWrapper(ABC):
                 trajectory.states[index + 1] = following
             return following
 
-        trajectory.latents = self._run(request, on_step, slice(None), None)
+        # The last state, not the pipeline's output: FLUX.2 unpacks and rescales what it returns as latents.
+        trajectory.latents = self._run(request, on_step, slice(None), None)[1]
         if len(trajectory.sigmas) != self.num_steps + 1:
             raise UserError(
                 f"sampler.num_steps {self.num_steps}: {type(self.pipe).__name__} made "
@@ -189,9 +192,18 @@ class SamplerWrapper(ABC):
             found.append(prediction.float())
             return sample
 
-        times = single_time(sigma, self.pipe.scheduler.config.num_train_timesteps)
-        self._run(request, on_step, times, state)
+        self._run(request, on_step, self._time_of(sigma), state)
         return found[0]
+
+    def _time_of(self, sigma: float) -> Tensor:
+        """The time that the network is given at a noise level, between those of the pipeline's own grid.
+
+        Mostly 1000 sigma, but CogView4 gives its network times that differ from its noise levels.
+        """
+        if self._grid is None:
+            self.schedule()
+        levels, times = self._grid or ((), ())
+        return torch.tensor([float(np.interp(sigma, levels, times))], dtype=torch.float32)
 
     @torch.no_grad()
     def decode(self, trajectory: Trajectory) -> Samples:
@@ -205,7 +217,7 @@ class SamplerWrapper(ABC):
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
             raise RuntimeError(f"{type(self.pipe).__name__} took a step while decoding")
 
-        images = self._run(
+        images, _ = self._run(
             trajectory.request, on_step, slice(self.num_steps, None), trajectory.latents, output_type="pt"
         )
         return to_samples(images, self.call)
@@ -215,10 +227,13 @@ class SamplerWrapper(ABC):
         levels: list[tuple[float, ...]] = []
 
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
-            levels.append(self.read_sigmas(self.pipe.scheduler.base))
+            base = self.pipe.scheduler.base
+            levels.append(self.read_sigmas(base))
+            times = [*base.timesteps.tolist(), 0.0]
+            self._grid = (levels[0][::-1], tuple(float(t) for t in times)[::-1])
             return sample
 
-        probe = Request(("",), ({},), (0,), (0,), (0,))
+        probe = Request(("schedule",), ({},), (0,), (0,), (0,))
         with torch.no_grad():
             self._run(probe, on_step, slice(0, 1), None)
         return levels[0]
@@ -241,9 +256,8 @@ class SamplerWrapper(ABC):
         rows = len(request)
         guidance = self.guidance if guidance is None else guidance
         arguments = {**self.call, **guidance, "prompt": list(request.prompts)}
-        negative = arguments.get("negative_prompt")
-        if isinstance(negative, str):
-            arguments["negative_prompt"] = [negative] * rows
+        if arguments.get("negative_prompt") is not None:
+            arguments["negative_prompt"] = [arguments["negative_prompt"]] * rows
         arguments["num_inference_steps"] = self.num_steps if num_steps is None else num_steps
         arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in request.initial_seeds]
         return arguments
@@ -255,9 +269,14 @@ class SamplerWrapper(ABC):
         visible: slice | Tensor,
         state: Tensor | None,
         output_type: str = "latent",
-    ) -> Tensor:
-        """Calls the pipeline with the seam in place; `state` stands in for its initial latents."""
+    ) -> tuple[Any, Tensor | None]:
+        """Calls the pipeline with the seam in place; `state` stands in for its initial latents.
+
+        Returns:
+            what the pipeline returned, and the last state that a step returned.
+        """
         prepared: list[Tensor] = []
+        last: list[Tensor] = []
 
         def place(latents: Tensor) -> Tensor:
             latents = latents.float()
@@ -272,6 +291,7 @@ class SamplerWrapper(ABC):
             if self._scale is None:
                 self._scale = _constant_scale(prepared[-1], sample)
             following = on_step(call, prediction, sample)
+            last[:] = [following]
             if self._split is not None:
                 self._split.next_step()
             return following
@@ -281,11 +301,7 @@ class SamplerWrapper(ABC):
         with self._installed(scheduler, place, len(request)):
             arguments = self.arguments(request)
             output = self._plain_call(self.pipe, **arguments, output_type=output_type, return_dict=False)[0]
-        if not isinstance(output, Tensor):
-            raise UserError(f"{type(self.pipe).__name__} returned {type(output).__name__}, not a tensor")
-        if output_type == "latent" and state is None and prepared and output.shape != prepared[0].shape:
-            raise UserError(f"{type(self.pipe).__name__} changes the layout of its latents at the end")
-        return output
+        return output, last[0] if last else None
 
     @contextmanager
     def _installed(
@@ -324,6 +340,9 @@ class SamplerWrapper(ABC):
 
     def _check_arguments(self) -> None:
         legal = set(signature(self._plain_call).parameters)
+        negative = self.guidance.get("negative_prompt", self.call.get("negative_prompt"))
+        if not isinstance(negative, str | None):
+            raise UserError(f"negative_prompt = {negative!r}: one text for all samples is needed")
         for section, options in (("model.call", self.call), ("sampler.guidance", self.guidance)):
             for key in options:
                 if key not in legal:
