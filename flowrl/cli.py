@@ -79,6 +79,142 @@ def train(
         raise typer.Exit(summary["exit_code"])
 
 
+Target = Annotated[
+    Path,
+    typer.Argument(
+        help="A run folder (runs/quickstart), or a recipe for its base model.", show_default=False
+    ),
+]
+Weights = Annotated[
+    str, typer.Option(help="Of a run: auto (the average if one is kept), ema, trained, or base.")
+]
+WEIGHTS = ("auto", "ema", "trained", "base")
+
+
+@app.command()
+def sample(
+    target: Target,
+    overrides: Overrides = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("samples"),
+    weights: Weights = "auto",
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Sample pictures with the pipeline as it would be deployed."""
+    from flowrl import commands
+
+    _choice("--weights", weights, WEIGHTS)
+    commands.sample(
+        target,
+        overrides or [],
+        prompts=prompt or [],
+        count=count,
+        seed=seed,
+        out=out,
+        weights=weights,
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        console=console,
+    )
+
+
+@app.command("eval")
+def evaluate(
+    target: Target,
+    overrides: Overrides = None,
+    weights: Weights = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score held-out prompts; the generation settings stand beside every score."""
+    from flowrl import commands
+
+    _choice("--weights", weights, WEIGHTS)
+    commands.evaluate(
+        target,
+        overrides or [],
+        weights=weights,
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        as_json=as_json,
+        out=out,
+        console=console,
+    )
+
+
+@app.command()
+def doctor(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+) -> int:
+    """Check a recipe: ratio and noise per step, groups, memory, rewards, guidance."""
+    from flowrl import commands
+
+    return commands.doctor(
+        recipe,
+        overrides or [],
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        as_json=as_json,
+        console=console,
+    )
+
+
+@app.command()
+def bench(
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every measurement.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what training costs beyond the bare network calls, as ratios in one run."""
+    from flowrl.tools.bench import run_bench
+
+    run_bench(repeats, as_json, console)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run folder, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="File of the comparison.")] = None,
+) -> None:
+    """Write the self-contained HTML report of a run, or of several side by side."""
+    from flowrl import commands
+
+    commands.report(runs, out, console)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
+    form: Annotated[str, typer.Option(help="lora: for load_lora_weights; pipeline: merged.")] = "lora",
+    weights: Weights = "auto",
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Export a run for diffusers, verified by loading it afresh."""
+    from flowrl import commands
+
+    _choice("--form", form, ("lora", "pipeline"))
+    _choice("--weights", weights, ("auto", "ema", "trained"))
+    commands.export(
+        run,
+        out,
+        form=form,
+        weights=weights,
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        console=console,
+    )
+
+
 @rewards_app.command("list")
 def rewards_list(plugin: Plugin = None, as_json: AsJson = False) -> None:
     """List the registered rewards."""

@@ -94,6 +94,209 @@ def remove_run(config: RunConfig) -> None:
     shutil.rmtree(path)
 
 
+def open_target(
+    target: Path, overrides: list[str], plugins: list[str], weights: str, trust: bool
+) -> tuple[RunConfig, Any]:
+    """Builds what a recipe or a run folder describes, with the weights asked for.
+
+    Args:
+        target: a recipe, or the folder of a run.
+        overrides: as for training.
+        plugins: as for training.
+        weights: "base", "trained" or "ema"; "auto" is the average if the run keeps one. A recipe has only
+            "base".
+        trust: as for training.
+
+    Raises:
+        UserError: if a run has no checkpoint, or no average where one is asked for.
+    """
+    for plugin in plugins:
+        registry.load_plugin(plugin)
+    is_run = target.is_dir()
+    config = load(target / "config.yaml" if is_run else target, overrides)
+    if not is_run and weights not in ("auto", "base"):
+        raise UserError(f"--weights {weights}: a recipe has no trained weights; name a run folder instead")
+    _quiet()
+    from flowrl.build import build_run
+
+    run = build_run(config, None if is_run else target, trust=trust)
+    if is_run and weights != "base":
+        load_weights(run, target, weights)
+    return config, run
+
+
+def load_weights(run: Any, folder: Path, weights: str) -> None:
+    """Puts a run's newest checkpoint into its policy; the average takes the place of trained weights."""
+    from flowrl.training.checkpoint import CheckpointStore
+
+    checkpoint = CheckpointStore(folder / "checkpoints", readonly=True).latest()
+    if checkpoint is None:
+        raise UserError(f"{folder} has no checkpoint yet")
+    groups = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name != "optimizer"}
+    run.policy.load_tensors(groups)
+    if weights == "ema" and "ema" not in groups:
+        raise UserError(f"--weights ema: {folder} keeps no average (ema.decay is 0)")
+    if weights in ("ema", "auto") and "ema" in groups:
+        parameters = run.policy.parameters()
+        for name, tensor in groups["ema"].items():
+            parameters[name].data.copy_(tensor)
+
+
+def sample(
+    target: Path,
+    overrides: list[str],
+    *,
+    prompts: list[str],
+    count: int,
+    seed: int,
+    out: Path,
+    weights: str,
+    plugins: list[str],
+    trust: bool,
+    console: Console,
+) -> None:
+    """Samples prompts with the deployed pipeline; one picture a file, and a grid."""
+    config, run = open_target(target, overrides, plugins, weights, trust)
+    from torchvision.transforms.functional import to_pil_image
+
+    from flowrl.training.data import Prompt
+    from flowrl.training.grids import picture_grid
+
+    texts = [Prompt(text, {"prompt": text}) for text in prompts] or run.trainer.sampler.prompts[:12]
+    evaluator = evaluator_of(run, texts, samples_per_prompt=count, seed=seed)
+    with run.policy.acting():
+        images, rows = evaluator.sample()
+    out.mkdir(parents=True, exist_ok=True)
+    for number, image in enumerate(images):
+        still = image if image.ndim == 3 else image[image.shape[0] // 2]
+        to_pil_image(still).save(out / f"{number:04d}.png")
+    records = [
+        {"file": f"{n:04d}.png", "prompt": prompt.text, "member": member}
+        for n, (prompt, member) in enumerate(rows)
+    ]
+    (out / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    (out / "settings.json").write_text(json.dumps(evaluator.settings, indent=2) + "\n", encoding="utf-8")
+    columns = count if count > 1 else min(6, len(images))
+    scale = max(1, 160 // images.shape[-1])
+    grid = picture_grid(images, [p.text for p, _ in rows], columns=columns, scale=scale)
+    grid.save(out / "grid.png")
+    console.print(f"{len(images)} samples of {config.name} in {out}", highlight=False)
+
+
+def evaluate(
+    target: Path,
+    overrides: list[str],
+    *,
+    weights: str,
+    plugins: list[str],
+    trust: bool,
+    as_json: bool,
+    out: Path | None,
+    console: Console,
+) -> None:
+    """Evaluates on the held-out prompts; every score comes with its generation settings."""
+    config, run = open_target(target, overrides, plugins, weights, trust)
+    from flowrl.training.run import versions
+
+    if run.evaluator is None:
+        raise UserError("data.held_out: no prompts to evaluate on; give a file")
+    with run.policy.acting():
+        result = run.evaluator.evaluate()
+    report = {
+        "target": str(target),
+        "weights": weights,
+        "scores": result.metrics,
+        "generation": run.evaluator.settings,
+        "versions": versions(),
+    }
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        console.print_json(json.dumps(report))
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{config.name}: held-out", title_justify="left", show_header=False)
+    for name, value in result.metrics.items():
+        table.add_row(name.removeprefix("eval/"), f"{value:.4f}")
+    console.print(table)
+    console.print_json(json.dumps(report["generation"]))
+
+
+def evaluator_of(run: Any, prompts: list[Any], samples_per_prompt: int, seed: int) -> Any:
+    """An evaluator on other prompts, with a recipe's evaluation settings."""
+    from flowrl.build import build_evaluator
+
+    options = {"samples_per_prompt": samples_per_prompt, "seed": seed, "max_prompts": None}
+    changed = run.config.model_copy(update={"evaluation": run.config.evaluation.model_copy(update=options)})
+    return build_evaluator(changed, run.wrapper, prompts, run.trainer.rewards, run.engine)
+
+
+def doctor(
+    recipe: Path,
+    overrides: list[str],
+    *,
+    plugins: list[str],
+    trust: bool,
+    as_json: bool,
+    console: Console,
+) -> int:
+    """Examines a recipe; the exit code is 2 if it has a problem."""
+    _, run = open_target(recipe, overrides, plugins, "auto", trust)
+    from flowrl.tools.doctor import examine, print_diagnosis
+
+    diagnosis = examine(run)
+    if as_json:
+        console.print_json(json.dumps(vars(diagnosis)))
+    else:
+        print_diagnosis(diagnosis, console)
+    return 2 if diagnosis.problems else 0
+
+
+def report(folders: list[Path], out: Path | None, console: Console) -> None:
+    """Writes the report of a run, or of several side by side."""
+    from flowrl.tools.report import write_comparison, write_report
+
+    if len(folders) == 1 and out is None:
+        path = write_report(folders[0])
+    else:
+        path = write_comparison(folders, out or Path("comparison.html"))
+    console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def export(
+    folder: Path,
+    out: Path,
+    *,
+    form: str,
+    weights: str,
+    plugins: list[str],
+    trust: bool,
+    console: Console,
+) -> None:
+    """Writes a run's weights for diffusers and verifies them by loading them afresh."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not the folder of a run")
+    config, run = open_target(folder, [], plugins, weights, trust)
+    from flowrl.build import load_pipeline
+    from flowrl.mdp.trajectory import Request
+    from flowrl.tools import export as exporting
+
+    prompt = run.trainer.sampler.prompts[0]
+    request = Request((prompt.text,), (prompt.metadata,), (0,), (0,), (0,))
+    call = {k: v for k, v in run.wrapper.arguments(request).items() if k != "generator"}
+    exporting.export(
+        run.wrapper.pipe,
+        run.policy,
+        out,
+        form,  # type: ignore[arg-type]
+        average=False,
+        make_pipe=lambda: load_pipeline(config, None, trust).to(run.engine.device),
+        call=call,
+    )
+    console.print(f"exported to {out}, verified by loading it into a fresh pipeline", highlight=False)
+
+
 def rewards_list(plugins: list[str], as_json: bool, console: Console) -> None:
     """Lists the registered rewards with the first line of their documentation."""
     for plugin in plugins:

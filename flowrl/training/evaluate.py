@@ -106,6 +106,15 @@ class Evaluator:
             captions=[rows[i][0].text for i in self._grid_rows(rows)],
         )
 
+    def sample(self) -> tuple[Tensor, list[tuple[Prompt, int]]]:
+        """Samples every prompt without scoring: images of all rows, and which prompt and member each is."""
+        batches = self._batches()
+        mine = {
+            number: to_samples(self._sample(batches[number]), self.wrapper.call).images
+            for number in range(self.engine.rank, len(batches), self.engine.world)
+        }
+        return self._collect(mine, batches), [row for batch in batches for row in batch]
+
     def _batches(self) -> list[list[tuple[Prompt, int]]]:
         rows = [(prompt, member) for prompt in self.prompts for member in range(self.samples_per_prompt)]
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
