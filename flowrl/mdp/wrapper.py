@@ -376,8 +376,10 @@ def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Modul
 
 
 def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
-    """Decoded pixels as `Samples`: float32 in [0, 1] on the CPU."""
+    """Decoded pixels as `Samples`: float32 in [0, 1] on the CPU; a clip of one frame is an image."""
     images = images.detach().to("cpu", torch.float32)
+    if images.ndim == 5 and images.shape[1] == 1:
+        images = images[:, 0]
     if images.ndim == 5:
         return Samples(images, fps=float(call.get("frame_rate", call.get("fps", 16))))
     return Samples(images)
