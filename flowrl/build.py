@@ -131,7 +131,7 @@ def load_pipeline(config: RunConfig, recipe: Path | None = None, trust: bool = F
     try:
         return DiffusionPipeline.from_pretrained(
             source,
-            torch_dtype=dtype,
+            dtype=dtype,
             revision=config.model.revision,
             variant=config.model.variant,
             use_safetensors=True,
