@@ -59,7 +59,8 @@ class AWM:
         noisy, target = (1 - sigma) * clean + sigma * noise, noise - clean
         with torch.no_grad():
             old = step.predict_old(noisy, sigma)
-        new = step.predict(noisy, sigma)
+            reference = step.predict_reference(noisy, sigma) if self.needs_reference else old
+        new = step.predict(noisy, sigma)  # last: no adapter is switched between it and backward
 
         difference = _mean_events((old - target).square()) - _mean_events((new - target).square())
         log = torch.where(valid, difference, torch.zeros_like(difference))
@@ -69,8 +70,6 @@ class AWM:
         policy_loss = masked_mean(rows, valid)
         kl = torch.zeros_like(policy_loss)
         if self.needs_reference:
-            with torch.no_grad():
-                reference = step.predict_reference(noisy, sigma)
             kl = masked_mean(_mean_events((new - reference).square()), valid)
         centre = valid_mean(ratio, valid)
         metrics = to_metrics(

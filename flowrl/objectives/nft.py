@@ -72,7 +72,8 @@ class NFT:
         noisy, target = (1 - sigma) * clean + sigma * noise, noise - clean
         with torch.no_grad():
             old = step.predict_old(noisy, sigma)
-        new = step.predict(noisy, sigma)
+            reference = step.predict_reference(noisy, sigma) if self.needs_reference else old
+        new = step.predict(noisy, sigma)  # last: no adapter is switched between it and backward
 
         advantages = torch.where(valid, step.advantages, torch.zeros_like(step.advantages))
         optimality = (advantages / (2 * config.adv_max) + 0.5).clamp(0, 1)
@@ -82,8 +83,6 @@ class NFT:
         policy_loss = masked_mean(rows, valid)
         kl = torch.zeros_like(policy_loss)
         if self.needs_reference:
-            with torch.no_grad():
-                reference = step.predict_reference(noisy, sigma)
             kl = masked_mean(_mean_events((new - reference).square()), valid)
         metrics = to_metrics(
             policy_loss=policy_loss,
