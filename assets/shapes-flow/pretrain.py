@@ -321,6 +321,7 @@ def main() -> None:
         vae = train_autoencoder(images, args.ae_steps, args.ae_batch_size, args.ae_lr, log)
         vae.save_pretrained(args.out / "vae")
     vae = AutoencoderDC.from_pretrained(args.out / "vae").to(memory_format=torch.channels_last)
+    vae.register_to_config(_name_or_path="")  # else the saved config names a folder of this machine
 
     cache = args.out / "pool.pt"
     latents, prompt_ids = training_pool(vae, records, args.scenes, args.seed + 1, cache)
