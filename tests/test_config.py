@@ -33,7 +33,7 @@ COMPONENTS = {
     "objective": "objective",
     "evaluation.rewards.*": "reward",
 }
-ON_EVERY_REWARD: dict[str, Any] = {"weight": 1.0}  # read by the set of rewards, not by the reward
+ON_EVERY_REWARD = ("weight", "label")  # read by the set of rewards, not by the reward
 
 
 def write(folder: Path, tree: object, name: str = "recipe.yaml") -> Path:
@@ -334,7 +334,7 @@ def default_valued(given: Any, default: Any, where: str = "") -> list[str]:
         for key, value in given.items():
             if key in default and key != "name":
                 same += default_valued(value, default[key], f"{where}.{key}".lstrip("."))
-        return same or ([where] if given == default and where else [])
+        return same or ([where] if given and given == default and where else [])
     return [where] if given == default else []
 
 
@@ -371,9 +371,9 @@ def components(tree: dict[str, Any]) -> list[tuple[str, str, Component]]:
     return found
 
 
-def component_defaults(kind: str, spec: Component) -> dict[str, Any]:
-    shared = ON_EVERY_REWARD if kind == "reward" else {}
-    return {**defaults_of(registry.get(kind, spec["name"]).Config), **shared}
+def component_defaults(kind: str, name: str) -> dict[str, Any]:
+    shared = {"weight": 1.0, "label": name} if kind == "reward" else {}
+    return {**defaults_of(registry.get(kind, name).Config), **shared}
 
 
 def test_the_table_of_components_is_complete() -> None:
@@ -397,11 +397,11 @@ def test_default_valued_keys_are_found() -> None:
         "seed": 0,
         "model": {"path": "x", "dtype": "fp32", "adapter": {"rank": 32, "alpha": 8}},
         "optimizer": {"betas": [0.9, 0.999]},
-        "sampler": {"kernel": {"name": "flow_sde"}, "guidance": {}},
+        "sampler": {"kernel": {"name": "flow_sde"}, "guidance": {"guidance_scale": 1.0}},
         "training": {"iterations": 7},
     }
     expected = {"seed", "model.dtype", "model.adapter.rank", "optimizer.betas", "sampler.kernel"}
-    assert set(default_valued(tree, defaults_of(RunConfig))) == {*expected, "sampler.guidance"}
+    assert set(default_valued(tree, defaults_of(RunConfig))) == expected
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -418,14 +418,19 @@ def test_a_shipped_recipe_loads_and_its_components_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_says_only_what_differs(path: Path) -> None:
     tree = parse_yaml(path.read_text(encoding="utf-8"))
-    base = defaults_of(RunConfig)
+    base, inherited = defaults_of(RunConfig), {}
     if "extends" in tree:
-        parent = load(path.parent / tree.pop("extends")).model_dump(mode="json")
-        base = {key: value for key, value in parent.items() if key != "name"}
+        base = load(path.parent / tree.pop("extends")).model_dump(mode="json")
+        base.pop("name")
+        inherited = {where: spec for _, where, spec in components(base) if "rewards." not in where}
     same = default_valued(tree, base)
+    names = {where: spec["name"] for _, where, spec in components(load(path).model_dump())}
     for kind, where, spec in components(tree):
-        if "name" in spec and not any(where == place for place in same):
-            same += default_valued(spec, component_defaults(kind, spec), where)
+        name = names[where]
+        defaults = component_defaults(kind, name)
+        if inherited.get(where, {}).get("name") == name:
+            defaults |= inherited[where]
+        same += default_valued({key: spec[key] for key in spec if key != "name"}, defaults, where)
     assert not same, f"{path.name} repeats defaults: {sorted(set(same))}"
 
 

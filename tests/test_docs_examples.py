@@ -13,7 +13,6 @@ from conftest import ROOT
 
 from flowrl import registry
 from flowrl.config import RunConfig
-from flowrl.registry import load_plugin
 from flowrl.safe_yaml import parse_yaml
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -63,22 +62,28 @@ def _restored() -> Iterator[None]:
             del sys.modules[name]
 
 
+def uses(text: str, name: str) -> bool:
+    """Whether an example loads or imports the file of another."""
+    return (
+        f'load_plugin("{name}")' in text
+        or re.search(rf"^from {name[:-3]} import", text, re.MULTILINE) is not None
+    )
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _restored: None
 ) -> None:
+    files = examples(page)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text in examples(page).items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    own = {Path(name).stem for name in examples(page)}
-    for name, text in examples(page).items():
-        if "@register(" in text and 'load_plugin("' not in text:
-            load_plugin(name)
-        else:
+    for name in files:
+        if not any(uses(text, name) for text in files.values()):  # else it runs with those that use it
             runpy.run_path(name)
-    for module in own & set(sys.modules):
-        del sys.modules[module]
+    for name in files:
+        sys.modules.pop(name[:-3], None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
