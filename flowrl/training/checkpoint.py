@@ -219,6 +219,7 @@ class CheckpointStore:
         try:
             trash = path.with_name(f".trash-{secrets.token_hex(4)}")
             os.rename(path, trash)
+            sync_folder(self.folder)
             if trash.is_dir() and not trash.is_symlink():
                 shutil.rmtree(trash)
             else:
