@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -23,8 +24,8 @@ MAX_AREA = 0.2  # twice the largest object: beyond it, a component is a backdrop
 TWO_AREA = 0.09  # the least that two squares which touch may cover
 MAX_OBJECTS = 8  # the largest ones are kept, the rest counts as clutter
 SURE_OVERLAP = 0.75  # a component that fits its shape less well is not taken for one
-_TOLERANCE = 24.0  # CIELAB distance that noise may cause at a pixel
-_BITS = 6  # of each sRGB channel, in the colour tables
+_TOLERANCE = 60.0  # distance in sRGB that noise may cause at a pixel
+_BITS = 6  # of each sRGB channel, in the table of nearest colours
 _KERNEL = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
 _BLOCK = cv2.getStructuringElement(cv2.MORPH_RECT, (3, 3))
 
@@ -63,12 +64,21 @@ class SceneReading:
 
     Attributes:
         objects: the detections.
-        clutter: fraction of the canvas that is neither background nor the plain colour of an object,
-            the outlines of objects excepted.
+        clutter: fraction of the canvas that is neither background nor of one colour with the object it
+            lies in, the outlines of objects excepted.
     """
 
     objects: tuple[Detection, ...]
     clutter: float
+
+
+class _Found(NamedTuple):
+    """A detection with its mean colour, and its pixels in a box of the image."""
+
+    detection: Detection
+    color: tuple[float, ...]
+    component: np.ndarray
+    box: tuple[slice, slice]
 
 
 def detect(image: np.ndarray) -> list[Detection]:
@@ -90,25 +100,19 @@ def read_scene(image: np.ndarray) -> SceneReading:
     if image.shape[0] != SIDE:
         method = cv2.INTER_AREA if image.shape[0] > SIDE else cv2.INTER_CUBIC
         image = cv2.resize(image, (SIDE, SIDE), interpolation=method)
-    labels, distances = _tables()
-    quantised = image >> (8 - _BITS)
-    index = (
-        (quantised[..., 0].astype(np.int32) << 2 * _BITS)
-        | (quantised[..., 1].astype(np.int32) << _BITS)
-        | quantised[..., 2]
-    )
-    nearest = labels[index]
-    found: list[tuple[Detection, int, np.ndarray, tuple[slice, slice]]] = []
+    red, green, blue = (image[..., k].astype(np.int32) >> (8 - _BITS) for k in range(3))
+    nearest = _nearest_colors()[(red << 2 * _BITS) | (green << _BITS) | blue]
+    found: list[_Found] = []
     present = np.bincount(nearest.ravel(), minlength=len(COLORS) + 1)
     for label in range(1, len(COLORS) + 1):
         if present[label] < MIN_AREA * SIDE * SIDE:
             continue
         opened = cv2.morphologyEx((nearest == label).view(np.uint8), cv2.MORPH_OPEN, _KERNEL)
         for component, box in _components(opened):
-            found.append((_describe(image, component, box), label, component, box))
-    found.sort(key=lambda item: -item[0].area)
+            found.append(_describe(image, component, box))
+    found.sort(key=lambda item: -item.detection.area)
     found = found[:MAX_OBJECTS]
-    return SceneReading(tuple(item[0] for item in found), _clutter(index, found, distances))
+    return SceneReading(tuple(item.detection for item in found), _clutter(image, found))
 
 
 def _components(mask: np.ndarray, split: bool = True) -> Iterator[tuple[np.ndarray, tuple[slice, slice]]]:
@@ -135,7 +139,7 @@ def _erode(mask: np.ndarray) -> np.ndarray:
     return cv2.erode(mask, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=0)
 
 
-def _describe(image: np.ndarray, component: np.ndarray, box: tuple[slice, slice]) -> Detection:
+def _describe(image: np.ndarray, component: np.ndarray, box: tuple[slice, slice]) -> _Found:
     inner = _erode(component)
     patch = image[box]
     mean = cv2.mean(patch, inner if inner.any() else component)[:3]
@@ -156,7 +160,7 @@ def _describe(image: np.ndarray, component: np.ndarray, box: tuple[slice, slice]
         # Template and object have the same area, also where the template leaves the box.
         shape_scores[shape] = common / (2 * total - common)
     color_scores = _color_scores(mean)
-    return Detection(
+    detection = Detection(
         shape=max(shape_scores, key=shape_scores.__getitem__),
         color=max(color_scores, key=color_scores.__getitem__),
         x=(box[1].start + x + 0.5) / SIDE,
@@ -165,6 +169,7 @@ def _describe(image: np.ndarray, component: np.ndarray, box: tuple[slice, slice]
         shape_scores=shape_scores,
         color_scores=color_scores,
     )
+    return _Found(detection, mean, component, box)
 
 
 def _template(shape: str, xs: np.ndarray, ys: np.ndarray, area: float) -> np.ndarray:
@@ -190,20 +195,20 @@ def _color_scores(mean: tuple[float, ...]) -> dict[str, float]:
     return scores
 
 
-def _clutter(
-    index: np.ndarray,
-    found: list[tuple[Detection, int, np.ndarray, tuple[slice, slice]]],
-    distances: np.ndarray,
-) -> float:
-    own = np.zeros((SIDE, SIDE), np.uint8)
-    for _, label, component, box in found:
-        own[box] = np.maximum(own[box], np.uint8(label) * component)
-    objects = (own > 0).view(np.uint8)
+def _clutter(image: np.ndarray, found: list[_Found]) -> float:
+    plain = np.empty((SIDE, SIDE, 3), np.float32)
+    plain[:] = BACKGROUND
+    objects = np.zeros((SIDE, SIDE), np.uint8)
+    for item in found:
+        plain[item.box][item.component > 0] = item.color
+        objects[item.box] |= item.component
+    difference = image - plain
+    distance = np.sqrt(np.einsum("hwc,hwc->hw", difference, difference))
     outline = cv2.dilate(objects, _BLOCK) - cv2.erode(
         objects, _BLOCK, borderType=cv2.BORDER_CONSTANT, borderValue=1
     )
-    excess = (distances[index, own].astype(np.float32) - _TOLERANCE) / 24
-    return float(np.where(outline > 0, 0, np.clip(excess, 0, 1)).sum()) / SIDE**2
+    excess = np.clip((distance - _TOLERANCE) / _TOLERANCE, 0, 1)
+    return float(np.where(outline > 0, 0, excess).sum()) / SIDE**2
 
 
 @functools.lru_cache(maxsize=1)
@@ -213,11 +218,11 @@ def _palette_lab() -> list[tuple[float, ...]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """For each quantised colour: the nearest of background and palette, and the distances to all of them."""
+def _nearest_colors() -> np.ndarray:
+    """For each quantised colour, the nearest one: 0 for the background, then the palette in order."""
     levels = (np.arange(2**_BITS, dtype=np.float32) + 0.5) / 2**_BITS
     grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(1, -1, 3)
     lab = cv2.cvtColor(np.ascontiguousarray(grid), cv2.COLOR_RGB2LAB)[0]
     targets = np.asarray(_palette_lab(), np.float32)
-    distances = np.stack([np.linalg.norm(lab - target, axis=1) for target in targets], 1)
-    return distances.argmin(1).astype(np.uint8), np.clip(distances, 0, 255).astype(np.uint8)
+    distances = [np.linalg.norm(lab - target, axis=1) for target in targets]
+    return np.argmin(distances, axis=0).astype(np.uint8)
