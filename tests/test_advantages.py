@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import minimize
 
 from flowrl import registry
+from flowrl.advantage import group_mean, group_std
 from flowrl.errors import UserError
 
 NAMES = registry.names("advantage")
@@ -195,6 +196,21 @@ def test_g08_the_order_of_samples_and_ids_changes_nothing_at_all(name, options):
     assert torch.equal(shuffled.values, got.values[order])
     renamed = estimate(name, scores, [[90, -4, 17, 3, 55, 8, 21][group] for group in groups], **options)
     torch.testing.assert_close(renamed.values, got.values, rtol=1e-6, atol=1e-7)
+
+
+def test_group_statistics_do_not_depend_on_the_order_of_summation():
+    """To the last bit of float64, which the cast of the advantages to float32 would hide."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(500, dtype=torch.float64, generator=generator).exp() * 1e3
+    index = torch.arange(500) % 3
+    order = torch.randperm(500, generator=generator)
+    assert values.sum() != values[order].sum()  # plain sums do
+    assert torch.equal(group_mean(values, index), group_mean(values[order], index[order]))
+    for unbiased in (False, True):
+        got = group_std(values, index, unbiased)
+        assert torch.equal(got, group_std(values[order], index[order], unbiased))
+        expected = torch.stack([values[index == g].std(correction=int(unbiased)) for g in range(3)])
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(("name", "options"), CENTRED)

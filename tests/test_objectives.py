@@ -182,6 +182,15 @@ def test_g05_kl_is_the_exact_one_per_dim(reduction):
     torch.testing.assert_close(got, torch.full_like(got, -0.1 / 0.3675 / SIZE / ROWS), rtol=1e-12, atol=0)
 
 
+def test_kl_is_that_of_the_policy_to_the_reference():
+    """Told apart by unequal stds, since the Gaussian KL is symmetric otherwise."""
+    step = trajectory_step(OLD_MEAN, advantages=torch.zeros(ROWS))
+    reference = Gaussian(OLD_MEAN + 0.1, 2 * STD)
+    kl = build("grpo", kl_coef=1.0)(replace(step, reference=reference))[1]["kl"]
+    expected = math.log(2) + (1 + (0.1 / STD) ** 2) / 8 - 0.5
+    assert kl == pytest.approx(expected, rel=1e-12)
+
+
 def test_without_kl_no_reference_is_needed_and_with_it_one_is():
     assert not build("grpo").needs_reference
     with pytest.raises(ValueError, match="kl_coef = 1"):
@@ -286,7 +295,7 @@ def test_wrong_options_name_their_key(option):
 
 # ---------------------------------------------------------------- forward-process objectives
 
-SIGMAS = (1.0, 0.9, 0.75, 0.5)
+SIGMAS = (0.95, 0.9, 0.75, 0.5)
 
 
 def forward_step(velocity, old, reference=0.0, advantages=ADVANTAGES, seed=0, valid=None):

@@ -83,6 +83,11 @@ def test_random_subset_is_drawn_anew_every_iteration_from_the_seed():
     assert all(abs(count - 120) < 4 * (200 * 0.6 * 0.4) ** 0.5 for count in counts.values())
 
 
+def test_random_subset_is_a_share_of_the_steps_but_the_last():
+    assert len(plan("random_subset", fraction=0.5).trained) == 4  # int(9 * 0.5)
+    assert plan("random_subset", fraction=1.0).trained == tuple(range(9))
+
+
 def test_fixed_window_is_deterministic_outside():
     assert plan("fixed_window", start=2, size=3) == StepPlan((2, 3, 4), (2, 3, 4))
     assert plan("fixed_window", [0.5] * 3 + [0.0], start=2, size=2) == StepPlan((2, 3), (2,))
