@@ -285,6 +285,19 @@ def test_a_fault_at_any_call_leaves_the_old_or_the_new(tmp_path, mode, scenario)
         shutil.rmtree(folder)
 
 
+def test_a_disk_that_writes_something_else_is_found_out_before_the_rename(tmp_path, monkeypatch):
+    store = fill(tmp_path, 1, keep=1)
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: real(fd, bytes(data).replace(b"seen", b"sean")))
+        with pytest.raises(
+            UserError, match=r"cannot save .*state\.json: expected .*, found .*; those before it stay"
+        ):
+            store.save(2, *content(2))
+    assert names(tmp_path) == ["step_000001"]
+    assert_is(store.latest(), 1)
+
+
 def test_a_crash_while_recovering_from_a_crash(tmp_path):
     fill(tmp_path / "base", 7, keep=1)
     tensors, state = content(7)
@@ -454,6 +467,7 @@ MALICE = {
     "header of 2^63 bytes": header(2**63),
     "header longer than the file": header(100 << 20),
     "header of 100 MB": header(100 << 20, b"{}" + b" " * ((100 << 20) - 2)),
+    "header of 40 MB": header(40 << 20, b"{}" + b" " * ((40 << 20) - 2)),
     "not JSON": header(4, b"{{{{"),
     "offsets beyond the end": header(
         64, b'{"x":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(64) + b"\0" * 4
