@@ -25,7 +25,8 @@ $(STAMP): pyproject.toml
 		echo "flowrl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 			"Name another one: make setup PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "installing flowrl and its tools into $(VENV), once; torch makes this take some minutes"
+	@$(BIN)/python -m pip install -qq --editable '.[dev]'
 	@touch $@
 
 lint: setup  ## ruff, formatting, types, spelling
