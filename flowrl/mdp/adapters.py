@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from flowrl.config import AdapterConfig
 from flowrl.errors import UserError
@@ -31,7 +32,9 @@ from flowrl.errors import UserError
 POLICY = "policy"
 OLD = "old"
 SUPPORTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-SEVERAL = "Already found a `peft_config`"  # peft's warning about several adapters, which are meant here
+# peft's warnings about several adapters, which are meant here, and about one that it takes out after an error
+EXPECTED = "Already found a `peft_config`|Adapter .* was active which is now deleted"
+ABSENT = re.compile(r"No LoRA keys associated to (\w+)")  # said of text encoders: the ordinary case
 Slot = tuple[nn.Module, str]
 # positions and times keep their precision: bfloat16 cannot tell token 257 from token 256
 KEEP = re.compile(r"_ids$|coords|rotary|freqs|rope|position|timestep|sigma|guidance")
@@ -71,12 +74,12 @@ def resolve_targets(network: nn.Module, endings: Sequence[str] | None) -> list[s
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers that can be adapted; those inside an adapter or of a fused attention are skipped."""
-    closed: list[str] = []
+    closed: tuple[str, ...] = ()
     for name, module in network.named_modules():
-        if any(name.startswith(prefix) for prefix in closed):
+        if name.startswith(closed):
             continue
         if isinstance(module, BaseTunerLayer | nn.MultiheadAttention):
-            closed.append(name + ".")
+            closed += (name + ".",)
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if isinstance(layer, SUPPORTED):
             yield name, layer
@@ -109,7 +112,7 @@ def add_lora(network: nn.Module, config: AdapterConfig, name: str, seed: int = 0
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=SEVERAL)
+        warnings.filterwarnings("ignore", message=EXPECTED)
         torch.default_generator.manual_seed(seed)
         add(lora, adapter_name=name)
     added = {layer_name for layer_name, layer in lora_layers(network) if name in layer.lora_A}
@@ -148,19 +151,25 @@ def lora_slots(network: nn.Module, name: str) -> dict[str, Slot]:
 
 def activate(layers: Sequence[LoraLayer], names: list[str]) -> None:
     """Makes exactly the named adapters act; layers without one of them ignore that name."""
-    for layer in layers:
-        layer._active_adapter = list(names)
-        layer._disable_adapters = False
+    set_activity(layers, [(names, False)] * len(layers))
     if layers and (layers[0].active_adapters != names or layers[0].disable_adapters):
         raise RuntimeError("this version of peft keeps the active adapters elsewhere")
 
 
+def activity(layers: Sequence[LoraLayer]) -> list[tuple[Any, bool]]:
+    """Which adapters act, and whether all are off, for each layer."""
+    return [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+def set_activity(layers: Sequence[LoraLayer], states: Sequence[tuple[Any, bool]]) -> None:
+    """Puts back what `activity` gave."""
+    for layer, (names, disabled) in zip(layers, states, strict=True):
+        own = layer.__dict__  # a module's own attribute assignment costs milliseconds over all layers
+        own["_active_adapter"], own["_disable_adapters"] = names, disabled
+
+
 def check_frozen(network: nn.Module, names: Sequence[str]) -> None:
     """Refuses a start that "policy adapter off" would not bring back.
-
-    Args:
-        network: a denoiser, before the policy's adapter is added.
-        names: adapters of the frozen start policy.
 
     Raises:
         UserError: for an adapter that is loaded but not named, or one that changes more than LoRA matrices.
@@ -208,12 +217,11 @@ def load_base_adapter(pipe: Any, networks: Mapping[str, nn.Module], folder: str 
         if second.is_dir():
             options = {"adapter_name": name, "use_safetensors": True, "load_into_transformer_2": True}
             pipe.load_lora_weights(str(second), **options)
-    carriers = [n for n in networks.values() if any(name in layer.lora_A for _, layer in lora_layers(n))]
-    if not carriers:
+    slots = [slot for network in networks.values() for slot in lora_slots(network, name).values()]
+    if not slots:
         raise UserError(f"{folder} holds no LoRA weights for {', '.join(networks)}")
-    for network in carriers:
-        for module, attribute in lora_slots(network, name).values():
-            getattr(module, attribute).requires_grad_(False)
+    for module, attribute in slots:
+        getattr(module, attribute).requires_grad_(False)
 
 
 @contextmanager
@@ -222,22 +230,19 @@ def strict_loading(folder: str | Path, kinds: set[str]) -> Iterator[None]:
     handler, logger = BufferingHandler(capacity=1_000_000), logging.getLogger("diffusers")
     handler.setLevel(logging.WARNING)
     level = logger.level
-    logger.addHandler(handler)
     logger.setLevel(min(level, logging.WARNING))
+    logger.addHandler(handler)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=SEVERAL)
+            warnings.filterwarnings("ignore", message=EXPECTED)
             yield
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         raise UserError(f"{folder} cannot be loaded as a LoRA: {error}") from error
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    absent = re.compile(r"No LoRA keys associated to (\w+)")  # of the text encoders: the ordinary case
     messages = [record.getMessage() for record in handler.buffer]
-    found = [(message, absent.match(message)) for message in messages]
-    wrong = [message for message, match in found if match is None or match.group(1) in kinds]
-    if wrong:
+    if wrong := [m for m in messages if not (match := ABSENT.match(m)) or match.group(1) in kinds]:
         raise UserError(f"{folder} does not fit the network: {'; '.join(wrong)}")
 
 
@@ -286,18 +291,8 @@ def guard_backward(network: nn.Module, shown: Callable[[], str]) -> None:
             if network.training != mode:
                 raise RuntimeError("train or eval mode changed between the forward and the backward pass")
 
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(check)
+        for leaf in tree_leaves(output):
+            if getattr(leaf, "requires_grad", False):
+                leaf.register_hook(check)
 
     network.register_forward_hook(hook)
-
-
-def _tensors(value: Any) -> Iterable[Any]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

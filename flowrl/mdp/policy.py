@@ -155,7 +155,7 @@ class Policy:
         Eval mode stays after the exit, because gradient checkpointing runs the forward pass again later: with
         dropout on, the ratio is not 1 before the first update.
         """
-        if any(module.training for module in self._modules):
+        if True in [module.training for module in self._modules]:
             for network in self.networks.values():
                 network.eval()
         if self.dtype == torch.float32:
@@ -242,7 +242,7 @@ class Policy:
         if view in self._needs and not self._needs[view] and not (self._lora and view == REFERENCE):
             raise RuntimeError(f"the policy was built without needs_{view}")
         before = self._view
-        active = [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
+        active = adapters.activity(self._layers)
         grads = [p.requires_grad for p in self._flagged]
         modes = [module.training for module in self._modules]
         try:
@@ -251,13 +251,13 @@ class Policy:
                 yield
         finally:
             self._show(before)
-            for layer, (names, disabled) in zip(self._layers, active, strict=True):
-                layer._active_adapter, layer._disable_adapters = names, disabled
-            for p, flag in zip(self._flagged, grads, strict=True):
-                if p.requires_grad != flag:
+            adapters.set_activity(self._layers, active)
+            if grads != [p.requires_grad for p in self._flagged]:
+                for p, flag in zip(self._flagged, grads, strict=True):
                     p.requires_grad = flag
-            for module, mode in zip(self._modules, modes, strict=True):
-                module.training = module.training and mode
+            if modes != [module.training for module in self._modules]:
+                for module, mode in zip(self._modules, modes, strict=True):
+                    module.training = module.training and mode
 
     def _show(self, view: str) -> None:
         self._view, before = view, self._view
