@@ -16,6 +16,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## .venv with flowrl (editable) and its development tools; at once if nothing changed
+	@:
 
 # torch comes from the package index that pip is set up for. For another build of it (CPU only, another
 # CUDA), install that one into .venv first: pip keeps what satisfies pyproject.toml.
