@@ -75,4 +75,6 @@ class FlowMatching(SamplerWrapper):
                 )
         if len(sigmas) != len(times) + 1 or any(a <= b for a, b in pairwise(sigmas)):
             raise UserError(f"the scheduler's noise levels do not fall step by step: {sigmas}")
+        if sigmas[0] > 1 + 1e-6 or sigmas[-1] < 0:
+            raise UserError(f"the scheduler's noise levels are not those of a flow, from 1 to 0: {sigmas}")
         return tuple(sigmas)

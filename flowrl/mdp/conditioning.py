@@ -19,14 +19,18 @@ from torch import Tensor, nn
 
 from flowrl.errors import UserError
 
-MAX_CACHED_PROMPTS = 8192
+MAX_CACHED_BYTES = 2 << 30  # SD3 and FLUX need about 5 MB a prompt, on the device of the text encoder
+CANNOT_TELL = (
+    "sampler.cfg_gradient: conditional cannot tell the conditional from the unconditional rows in this "
+    "pipeline; use cfg_gradient: both"
+)
 
 
 class PromptCache:
     """Memoises ``encode_prompt``: every prompt is encoded once, alone, and rows are put together.
 
     Pipelines that pad a batch to its longest prompt give rows of different shapes; for those, whole calls
-    are memoised instead.
+    are memoised instead. Beyond `MAX_CACHED_BYTES` those embeddings go that were not used for longest.
 
     Attributes:
         encoder_calls: how often the pipeline's own ``encode_prompt`` ran.
@@ -38,6 +42,7 @@ class PromptCache:
         self._encode = encode_prompt
         self._signature = inspect.signature(encode_prompt)
         self._cache: OrderedDict[str, Any] = OrderedDict()
+        self._bytes = 0
         self.encoder_calls = 0
         self.positive: Any = None
 
@@ -66,8 +71,9 @@ class PromptCache:
         key = repr(sorted(arguments.items()))
         if key not in self._cache:
             self._cache[key] = self._call(arguments)
-            if len(self._cache) > MAX_CACHED_PROMPTS:
-                self._cache.popitem(last=False)
+            self._bytes += _bytes(self._cache[key])
+            while self._bytes > MAX_CACHED_BYTES and len(self._cache) > 1:
+                self._bytes -= _bytes(self._cache.popitem(last=False)[1])
         self._cache.move_to_end(key)
         return self._cache[key]
 
@@ -87,19 +93,22 @@ class ConditionalGradient:
 
     def __init__(self) -> None:
         """Nothing is known before the first call."""
-        self._layout: list[str] = []
+        self._layout: dict[tuple[int, int], str] = {}
         self._position = 0
+        self._conditional = False
         self.cache: PromptCache | None = None
         self.rows = 0
 
     def next_step(self) -> None:
         """To be told after every sampler step."""
-        self._position = 0
+        if self._position and not self._conditional:
+            raise UserError(CANNOT_TELL)
+        self._position, self._conditional = 0, False
 
     @contextmanager
     def installed(self, networks: dict[str, nn.Module]) -> Iterator[None]:
         """Puts the split in front of the networks' ``forward`` for the duration of a pipeline call."""
-        self._position = 0
+        self._position, self._conditional = 0, False
         before = {name: network.__dict__.get("forward") for name, network in networks.items()}
         try:
             for network in networks.values():
@@ -113,42 +122,40 @@ class ConditionalGradient:
 
     def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def split_forward(*args: Any, **kwargs: Any) -> Any:
-            if self._position >= len(self._layout):
-                self._layout.append(self._recognise(args, kwargs))
-            kind = self._layout[self._position]
+            rows = rows_of_call(args, kwargs)
+            place = (self._position, rows // self.rows)
+            if place not in self._layout:
+                self._layout[place] = self._recognise((*args, *kwargs.values()), rows)
+            kind = self._layout[place]
             self._position += 1
+            self._conditional |= kind != "unconditional"
             if kind == "conditional":
                 return forward(*args, **kwargs)
             if kind == "unconditional":
                 with torch.no_grad():
                     return forward(*args, **kwargs)
-            halves = [_half((args, kwargs), half, 2 * self.rows) for half in (0, 1)]
             outputs = []
-            for half, (some_args, some_kwargs) in enumerate(halves):
+            for half in (0, 1):
+                some_args, some_kwargs = _half((args, kwargs), half, rows)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and kind == f"conditional_{half}"):
                     outputs.append(forward(*some_args, **some_kwargs))
             return _join(outputs[0], outputs[1])
 
         return split_forward
 
-    def _recognise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _recognise(self, given: tuple[Any, ...], rows: int) -> str:
         positive = self.cache.positive if self.cache is not None else None
-        given = [value for value in (*args, *kwargs.values()) if _rows(value) in (self.rows, 2 * self.rows)]
-        if positive is None or not given:
-            raise UserError("sampler.cfg_gradient: conditional needs a pipeline with an encode_prompt method")
-        for value in given:
-            if _rows(value) == 2 * self.rows and self.rows > 0:
-                for half in (0, 1):
-                    if _same(_half(value, half, 2 * self.rows), positive):
-                        return f"conditional_{half}"
-            elif _same(value, positive):
+        if rows == self.rows:
+            if not any(_same(value, positive) for value in given):
+                return "unconditional"
+            if not self._conditional:
                 return "conditional"
-        if all(_rows(value) == self.rows for value in given):
-            return "unconditional"
-        raise UserError(
-            "sampler.cfg_gradient: conditional cannot tell the conditional from the unconditional rows in "
-            "this pipeline; use cfg_gradient: both"
-        )
+        elif rows == 2 * self.rows:
+            batched = [value for value in given if _rows(value) == rows]
+            halves = [h for h in (0, 1) if any(_same(_half(v, h, rows), positive) for v in batched)]
+            if len(halves) == 1:
+                return f"conditional_{halves[0]}"
+        raise UserError(CANNOT_TELL)
 
 
 class _DifferentShapesError(Exception):
@@ -159,6 +166,12 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_tensor(item) for item in value)
     return isinstance(value, Tensor)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _row(arguments: dict[str, Any], index: int, count: int) -> dict[str, Any]:
@@ -184,6 +197,12 @@ def _stack(rows: list[Any]) -> Any:
             return torch.cat(rows)
         return first  # position ids and the like have no batch dimension
     return first
+
+
+def rows_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The rows of a network's call: those of its states, which come first or by name."""
+    states = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
+    return len(states) if states is not None else 0
 
 
 def _rows(value: Any) -> int:

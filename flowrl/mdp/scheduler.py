@@ -3,16 +3,21 @@
 Every diffusers sampler asks its scheduler for the next state. `PolicyScheduler` delegates everything to
 the pipeline's own scheduler except two things: ``timesteps`` can be narrowed to the steps that shall run,
 and ``step`` is handed to a function of ours. Steps are counted by integer index, never looked up by a
-floating-point time, and the wrapped scheduler's own step counter is never touched.
+floating-point time, and the wrapped scheduler's own step counter is never touched. The functions below it
+put it, and what else a call of the pipeline needs, into the pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from flowrl.errors import UserError
 
 StepFunction = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -71,3 +76,56 @@ class PolicyScheduler:
         if name == "base":  # not set yet: copying or unpickling an instance must not recurse
             raise AttributeError(name)
         return getattr(self.base, name)
+
+
+@contextmanager
+def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an instance attribute past any ``__setattr__`` bookkeeping, and restores what was there."""
+    missing = object()
+    before = owner.__dict__.get(name, missing)
+    owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            owner.__dict__.pop(name, None)
+        else:
+            owner.__dict__[name] = before
+
+
+def own_dtype(vae: Any) -> Callable[..., Any]:
+    """The VAE's ``decode``, in its own dtype and outside autocast."""
+    decode = vae.decode
+
+    def decode_in_own_dtype(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(latents.device.type, enabled=False):
+            return decode(latents.to(vae.dtype), *args, **kwargs)
+
+    return decode_in_own_dtype
+
+
+def undecorated(cls: type[Any]) -> Callable[..., Any]:
+    """A pipeline's ``__call__`` as it was before ``torch.no_grad`` wrapped it.
+
+    Raises:
+        UserError: if it is not wrapped, so that it may turn gradients off inside.
+    """
+    call: Callable[..., Any] = cls.__call__
+    plain: Callable[..., Any] | None = getattr(call, "__wrapped__", None)
+    if plain is None:
+        raise UserError(
+            f"{cls.__name__}.__call__ is not decorated by torch.no_grad; cannot replay with gradient"
+        )
+    return plain
+
+
+def scale_of(prepared: Tensor, sample: Tensor) -> float:
+    """By what the pipeline multiplied its initial latents before the first step."""
+    if prepared.shape != sample.shape:
+        raise UserError("the pipeline changes the layout of its latents after prepare_latents")
+    if torch.equal(prepared, sample.float()):
+        return 1.0
+    scale = float((sample.float() * prepared).sum() / prepared.square().sum())
+    if not torch.allclose(prepared * scale, sample.float(), rtol=1e-3, atol=1e-4):
+        raise UserError("the pipeline changes its initial latents by more than a constant factor")
+    return scale

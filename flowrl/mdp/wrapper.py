@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from flowrl.errors import UserError
 from flowrl.kernel import Kernel
-from flowrl.mdp.conditioning import ConditionalGradient, PromptCache
-from flowrl.mdp.scheduler import PolicyScheduler, StepFunction
+from flowrl.mdp.conditioning import ConditionalGradient, PromptCache, rows_of_call
+from flowrl.mdp.scheduler import PolicyScheduler, StepFunction, own_dtype, placed, scale_of, undecorated
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
@@ -32,6 +32,10 @@ from flowrl.registry import nearest
 from flowrl.reward import Samples
 
 DENOISERS = ("transformer", "transformer_2", "unet")
+# Arguments of pipeline calls that the wrapper gives itself, and the one value that replay can honour of
+# those by which a pipeline treats the steps of its loop differently.
+GIVEN = {"self", "prompt", "num_inference_steps", "generator", "latents", "output_type", "return_dict"}
+POSITIONAL = {"cfg_trunc_ratio": 1.0, "skip_guidance_layers": None}
 
 
 class SamplerWrapper(ABC):
@@ -89,7 +93,7 @@ class SamplerWrapper(ABC):
             )
         self.check_scheduler(pipe.scheduler)
         self.networks = find_networks(pipe, networks)
-        self._plain_call: Callable[..., Any] = _undecorated(type(pipe))
+        self._plain_call: Callable[..., Any] = undecorated(type(pipe))
         self._check_arguments()
         self._prompts = PromptCache(pipe.encode_prompt) if hasattr(pipe, "encode_prompt") else None
         self._split = ConditionalGradient() if cfg_gradient == "conditional" else None
@@ -289,7 +293,7 @@ class SamplerWrapper(ABC):
 
         def step(call: int, prediction: Tensor, sample: Tensor) -> Tensor:
             if self._scale is None:
-                self._scale = _constant_scale(prepared[-1], sample)
+                self._scale = scale_of(prepared[-1], sample)
             following = on_step(call, prediction, sample)
             last[:] = [following]
             if self._split is not None:
@@ -322,10 +326,10 @@ class SamplerWrapper(ABC):
             replaced["encode_prompt"] = self._prompts
         with ExitStack() as stack:
             for name, value in replaced.items():
-                stack.enter_context(_attribute(pipe, name, value))
+                stack.enter_context(placed(pipe, name, value))
             vae = getattr(pipe, "vae", None)
             if vae is not None:
-                stack.enter_context(_attribute(vae, "decode", _own_dtype(vae)))
+                stack.enter_context(placed(vae, "decode", own_dtype(vae)))
             for network in self.networks.values():
                 handle = network.register_forward_pre_hook(self._count, with_kwargs=True)
                 stack.callback(handle.remove)
@@ -335,11 +339,10 @@ class SamplerWrapper(ABC):
             yield
 
     def _count(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
-        self.forwards += len(first) if first is not None else 0
+        self.forwards += rows_of_call(args, kwargs)
 
     def _check_arguments(self) -> None:
-        legal = set(signature(self._plain_call).parameters)
+        legal = set(signature(self._plain_call).parameters) - GIVEN
         negative = self.guidance.get("negative_prompt", self.call.get("negative_prompt"))
         if not isinstance(negative, str | None):
             raise UserError(f"negative_prompt = {negative!r}: one text for all samples is needed")
@@ -348,7 +351,12 @@ class SamplerWrapper(ABC):
                 if key not in legal:
                     raise UserError(
                         f"unknown key {section}.{key}{nearest(key, legal)}: "
-                        f"not an argument of {type(self.pipe).__name__}"
+                        f"not an argument of {type(self.pipe).__name__} that a recipe can give"
+                    )
+                if options[key] != POSITIONAL.get(key, options[key]):
+                    raise UserError(
+                        f"{section}.{key} = {options[key]!r} treats steps by their position in the sampler's "
+                        f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"
                     )
 
 
@@ -388,50 +396,3 @@ def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
 def trainable(stds: Sequence[float]) -> list[int]:
     """The steps whose transition has a density."""
     return [k for k, std in enumerate(stds) if std >= MIN_STD]
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an instance attribute past any ``__setattr__`` bookkeeping, and restores what was there."""
-    missing = object()
-    before = owner.__dict__.get(name, missing)
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            owner.__dict__.pop(name, None)
-        else:
-            owner.__dict__[name] = before
-
-
-def _own_dtype(vae: Any) -> Callable[..., Any]:
-    decode = vae.decode
-
-    def decode_in_own_dtype(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(latents.device.type, enabled=False):
-            return decode(latents.to(vae.dtype), *args, **kwargs)
-
-    return decode_in_own_dtype
-
-
-def _undecorated(cls: type[Any]) -> Callable[..., Any]:
-    call: Callable[..., Any] = cls.__call__
-    plain: Callable[..., Any] | None = getattr(call, "__wrapped__", None)
-    if plain is None:
-        raise UserError(
-            f"{cls.__name__}.__call__ is not decorated by torch.no_grad; cannot replay with gradient"
-        )
-    return plain
-
-
-def _constant_scale(prepared: Tensor, sample: Tensor) -> float:
-    """By what the pipeline multiplied its initial latents before the first step."""
-    if prepared.shape != sample.shape:
-        raise UserError("the pipeline changes the layout of its latents after prepare_latents")
-    if torch.equal(prepared, sample.float()):
-        return 1.0
-    scale = float((sample.float() * prepared).sum() / prepared.square().sum())
-    if not torch.allclose(prepared * scale, sample.float(), rtol=1e-3, atol=1e-4):
-        raise UserError("the pipeline changes its initial latents by more than a constant factor")
-    return scale
