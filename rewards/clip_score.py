@@ -132,24 +132,29 @@ class ClipScore:
     def preprocess(self, images: Tensor) -> Tensor:
         """Resizes, crops and normalises images float in [0, 1] (B, 3, H, W) as the model wants them.
 
-        The same as open_clip's transform of PIL images, up to the latter's rounding to 8 bits.
+        The same as open_clip's transform of PIL images, 8-bit rounding included, up to one level in 255.
         """
         from torchvision.transforms import InterpolationMode, functional
 
         config = self.preprocess_config
         size = config["size"] if isinstance(config["size"], tuple | list) else (config["size"],) * 2
+        height, width = images.shape[2:]
         if config["resize_mode"] == "squash":
             target = list(size)
-        elif size[0] == size[1]:
-            target = [size[0]]  # the shorter side
-        else:
-            ratio = min(images.shape[2] / size[0], images.shape[3] / size[1])
-            target = [round(images.shape[2] / ratio), round(images.shape[3] / ratio)]
+        else:  # the side that is nearer to its size gets there, the other stands over and is cropped
+            ratio = min(height / size[0], width / size[1])
+            long = round if size[0] != size[1] else int  # open_clip has one way for each
+            target = [
+                size[k] if side / size[k] == ratio else long(side / ratio)
+                for k, side in ((0, height), (1, width))
+            ]
         mode = (
             InterpolationMode.BILINEAR if config["interpolation"] == "bilinear" else InterpolationMode.BICUBIC
         )
-        images = functional.resize(images.float(), target, interpolation=mode, antialias=True)
-        images = functional.center_crop(images, list(size)).clamp(0, 1)
+        pixels = (images.float() * 255).round()
+        for step in ([height, target[1]], target):  # PIL resizes the rows first, and rounds after each step
+            pixels = functional.resize(pixels, step, interpolation=mode, antialias=True).clamp(0, 255).round()
+        images = functional.center_crop(pixels, list(size)) / 255
         return functional.normalize(images, config["mean"], config["std"])
 
     def _note_truncation(self, texts: list[str]) -> None:
