@@ -141,15 +141,13 @@ class ClipScore:
         height, width = images.shape[2:]
         if config["resize_mode"] == "squash":
             target = list(size)
-        else:  # the side that is nearer to its size gets there, the other stands over and is cropped
+        elif size[0] == size[1]:
+            target = [int(size[0] * side / min(height, width)) for side in (height, width)]
+        else:
             ratio = min(height / size[0], width / size[1])
-            long = round if size[0] != size[1] else int  # open_clip has one way for each
-            target = [
-                size[k] if side / size[k] == ratio else long(side / ratio)
-                for k, side in ((0, height), (1, width))
-            ]
-        mode = (
-            InterpolationMode.BILINEAR if config["interpolation"] == "bilinear" else InterpolationMode.BICUBIC
+            target = [round(height / ratio), round(width / ratio)]
+        mode = InterpolationMode(
+            config["interpolation"] if config["interpolation"] != "random" else "bicubic"
         )
         pixels = (images.float() * 255).round()
         for step in ([height, target[1]], target):  # PIL resizes the rows first, and rounds after each step
