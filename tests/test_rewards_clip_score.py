@@ -274,29 +274,42 @@ def test_the_shapes_model_prefers_the_true_caption(monkeypatch: pytest.MonkeyPat
     from flowrl.shapes.render import render
 
     judge = reward(SHAPES_CLIP, clamp=False)
-    scenes = {
-        "a photo of a red circle": [("circle", "red", 0.5, 0.5)],
-        "a photo of a blue square": [("square", "blue", 0.3, 0.6)],
-        "a photo of three triangles": [("triangle", "green", x, 0.5) for x in (0.2, 0.5, 0.8)],
-        "a photo of a circle left of a square": [
-            ("circle", "black", 0.25, 0.5),
-            ("square", "red", 0.75, 0.4),
-        ],
-        "a photo of a square left of a circle": [
-            ("circle", "black", 0.75, 0.5),
-            ("square", "red", 0.25, 0.4),
-        ],
-        "a photo of a red square and a green circle": [
-            ("square", "red", 0.3, 0.3),
-            ("circle", "green", 0.7, 0.7),
-        ],
-        "a photo of a green square and a red circle": [
-            ("square", "green", 0.3, 0.3),
-            ("circle", "red", 0.7, 0.7),
-        ],
-    }
-    images = [render(tuple(SceneObject(*item, 0.15) for item in items)) for items in scenes.values()]
-    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
-    cosines = judge.encode_images(pixels) @ judge.encode_text(list(scenes)).T
-    assert torch.equal(cosines.argmax(1), torch.arange(len(scenes)))
+    groups = [
+        {
+            "a photo of a red circle": [("circle", "red", 0.5, 0.5)],
+            "a photo of a blue circle": [("circle", "blue", 0.5, 0.5)],
+            "a photo of a blue square": [("square", "blue", 0.3, 0.6)],
+            "a photo of three triangles": [("triangle", "green", x, 0.5) for x in (0.2, 0.5, 0.8)],
+        },
+        {
+            "a photo of a circle left of a square": [
+                ("circle", "black", 0.25, 0.5),
+                ("square", "red", 0.75, 0.5),
+            ],
+            "a photo of a square left of a circle": [
+                ("circle", "black", 0.75, 0.5),
+                ("square", "red", 0.25, 0.5),
+            ],
+            "a photo of a square above a circle": [
+                ("circle", "black", 0.5, 0.75),
+                ("square", "red", 0.5, 0.25),
+            ],
+        },
+        {
+            "a photo of a red square and a green circle": [
+                ("square", "red", 0.3, 0.3),
+                ("circle", "green", 0.7, 0.7),
+            ],
+            "a photo of a green square and a red circle": [
+                ("square", "green", 0.3, 0.3),
+                ("circle", "red", 0.7, 0.7),
+            ],
+        },
+    ]
+    for scenes in groups:  # within a group, a caption is true of one picture only
+        images = [render(tuple(SceneObject(*item, 0.15) for item in items)) for items in scenes.values()]
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+        cosines = judge.encode_images(pixels) @ judge.encode_text(list(scenes)).T
+        assert torch.equal(cosines.argmax(1), torch.arange(len(scenes)))
+        assert torch.equal(cosines.argmax(0), torch.arange(len(scenes)))
     assert judge.num_truncated == 0
