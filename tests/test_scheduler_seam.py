@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +96,7 @@ def test_steps_are_counted_and_the_base_takes_none(return_dict: bool) -> None:
 
 def test_copies_do_not_recurse() -> None:
     scheduler = PolicyScheduler(FlowMatchEulerDiscreteScheduler(shift=3.0), no_step)
-    for twin in (copy.copy(scheduler), copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+    for twin in (copy.copy(scheduler), copy.deepcopy(scheduler)):
         assert twin.config.shift == 3.0
 
 

@@ -181,7 +181,7 @@ def _rho(size: str, repeats: int) -> dict[str, float]:
 
 def _bare_calls(run: Run) -> Callable[[], None]:
     """The forwards and forward-backwards that an iteration cannot do without, alone."""
-    network = run.wrapper.networks["transformer"]
+    network: Any = run.wrapper.networks["transformer"]
     trajectory = run.wrapper.rollout(run.trainer.sampler.requests(0)[0], run.trainer.plan(0))
     rows = len(trajectory.request)
     state = next(iter(trajectory.states.values()))

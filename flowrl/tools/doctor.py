@@ -123,7 +123,7 @@ def _examine_ratio(run: Run, trajectory: Any, steps: list[int], diagnosis: Diagn
         rows_text = f"{len(trajectory.request)} rows, dtype {run.config.model.dtype}"
         diagnosis.warnings.append(
             f"max |log ratio| before the first update is {worst:.3g}, not 0 ({rows_text}): rollout and "
-            "replay differ; is something in the network random, or does the pipeline depend on the step number?"
+            "replay differ; is something in the network random, or does the pipeline use the step number?"
         )
         if clip is not None and clip < NOISE_MARGIN * worst:
             diagnosis.problems.append(
