@@ -17,6 +17,8 @@ from flowrl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+RUN_FILES = ("config.yaml", "run.lock", "metrics.jsonl")
+
 
 def train(
     recipe: Path,
@@ -40,11 +42,13 @@ def train(
 
     is_main = int(os.environ.get("RANK", "0")) == 0
     if fresh and is_main:
-        remove_run(config)
+        check_is_run(config)
     folder = RunFolder(config.output, config.name)
     if is_main:
         folder.__enter__()
     try:
+        if fresh and is_main:
+            clear_run(folder.path)
         run = build_run(config, recipe, trust=trust)
         progress = RichProgress(console) if run.engine.is_main else None
         if preflight and run.engine.is_main:
@@ -78,20 +82,24 @@ def read_recipe(recipe: Path, overrides: list[str], plugins: list[str]) -> RunCo
     return load(recipe, overrides)
 
 
-def remove_run(config: RunConfig) -> None:
-    """Deletes an earlier run's folder, if it is one.
-
-    Raises:
-        UserError: if the folder holds something else.
-    """
+def check_is_run(config: RunConfig) -> None:
+    """Raises UserError if what --fresh would clear is not the folder of a run."""
     from flowrl.training.run_folder import safe_name
 
     path = Path(config.output) / safe_name(config.name)
-    if not path.exists():
-        return
-    if any(path.iterdir()) and not (path / "config.yaml").exists() and not (path / "run.lock").exists():
+    if path.is_dir() and any(path.iterdir()) and not any((path / n).exists() for n in RUN_FILES):
         raise UserError(f"--fresh: {path} is not the folder of a run; nothing was deleted")
-    shutil.rmtree(path)
+
+
+def clear_run(path: Path) -> None:
+    """Empties a run folder whose lock this process holds; the lock itself stays."""
+    for entry in path.iterdir():
+        if entry.name == "run.lock":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def open_target(

@@ -46,6 +46,9 @@ class Engine:
             raise UserError(f"model.device = {device!r}: no CUDA device here; legal: auto, cpu")
         handler = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         self._accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[handler])
+        kind = str(self._accelerator.distributed_type.value)
+        if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            raise UserError(f"the launcher asks for {kind}: only plain data parallelism is supported")
         self.rank = int(self._accelerator.process_index)
         self.world = int(self._accelerator.num_processes)
         self.device = torch.device(device) if device.startswith("cuda:") else self._accelerator.device
