@@ -267,7 +267,6 @@ def test_naming_the_rewards_does_not_import_open_clip() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd="/", timeout=200).returncode == 0
 
 
-@pytest.mark.skipif(not SHAPES_CLIP.is_dir(), reason="assets/ is not part of an installed package")
 def test_the_shapes_model_prefers_the_true_caption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # the folder works from wherever one stands
     from flowrl.shapes.domain import SceneObject
