@@ -11,11 +11,11 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.scene import MAX_WANTED, mean_by_tag, scene_scores
 
 from flowrl import registry
 from flowrl.errors import UserError
 from flowrl.reward import Samples
+from flowrl.rewards.scene import MAX_WANTED, mean_by_tag, scene_scores
 from flowrl.shapes.domain import BACKGROUND, COLORS, PALETTE, SHAPES, Scene, SceneObject, sample_scene
 from flowrl.shapes.prompts import TAGS, all_prompts
 from flowrl.shapes.render import render

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from autoencoder import draw_scenes, encode
 from diffusers import SanaPipeline
-from flowrl.rewards.scene import mean_by_tag, scene_scores
 from PIL import Image
 
+from flowrl.rewards.scene import mean_by_tag, scene_scores
 from flowrl.shapes.prompts import split_prompts
 
 logger = logging.getLogger("evaluate")
