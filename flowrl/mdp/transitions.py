@@ -40,6 +40,10 @@ class Transition(ABC):
     def has_density(self) -> bool:
         """Whether the transition has a density, so that it can be trained."""
 
+    @abstractmethod
+    def scaled(self, factor: float) -> Transition:
+        """The distribution of `factor` > 0 times the next state."""
+
 
 class Gaussian(Transition):
     """An isotropic Gaussian N(mean, std^2 I) with one std for all rows."""
@@ -60,6 +64,10 @@ class Gaussian(Transition):
     def has_density(self) -> bool:
         """Whether std is large enough (`MIN_STD`) for a density."""
         return self.std >= MIN_STD
+
+    def scaled(self, factor: float) -> Gaussian:
+        """Mean and std times `factor`."""
+        return self if factor == 1.0 else Gaussian(factor * self.mean, factor * self.std)
 
     def sample(self, noise: Tensor) -> Tensor:
         """``mean + std * noise``."""
@@ -110,6 +118,10 @@ class Dirac(Transition):
     def has_density(self) -> bool:
         """Never."""
         return False
+
+    def scaled(self, factor: float) -> Dirac:
+        """The value times `factor`."""
+        return self if factor == 1.0 else Dirac(factor * self.value)
 
     def sample(self, noise: Tensor) -> Tensor:
         """The value, whatever the noise."""
