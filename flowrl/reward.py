@@ -7,6 +7,7 @@ the order of normalising and summing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,10 +80,17 @@ class RewardSet:
             float32 (B, R); NaN where a sample could not be scored.
 
         Raises:
-            UserError: if a reward returns the wrong shape or the pixels are not finite and in [0, 1].
+            UserError: if a reward returns the wrong shape, or pixels lie outside [0, 1].
+            FloatingPointError: if pixels are not finite.
         """
-        if not bool(torch.isfinite(samples.images).all()):
+        low, high = (float(bound) for bound in samples.images.aminmax())  # both NaN if any pixel is
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise FloatingPointError("decoded pixels hold NaN or infinity (is the VAE in its own dtype?)")
+        if low < 0 or high > 1:
+            raise UserError(
+                f"decoded pixels lie in [{low:g}, {high:g}], not in [0, 1]: "
+                "the pipeline must return finished images for output_type 'pt'"
+            )
         columns = []
         for member in self.members:
             column = member.reward(samples, prompts, metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ def recipe(name: str, out: Path, iterations: int, *more: str) -> RunConfig:
     return load(ROOT / "configs" / f"{name}.yaml", overrides)
 
 
-def train(config: RunConfig, resume: bool) -> dict[str, Any]:
+def train(config: RunConfig, resume: bool, allow_change: bool = False) -> dict[str, Any]:
     with RunFolder(config.output, config.name) as folder:
         run = build_run(config, ROOT / "configs" / "quickstart.yaml")
-        return TrainingRun(config, run.trainer, run.evaluator, run.engine, folder).train(resume)
+        session = TrainingRun(config, run.trainer, run.evaluator, run.engine, folder)
+        return session.train(resume, allow_change)
 
 
 def traces(config: RunConfig) -> dict[str, str]:
@@ -81,6 +83,19 @@ def test_r14_a_changed_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     changed = recipe("quickstart", tmp_path, 2, "optimizer.lr=1e-5")
     with pytest.raises(UserError, match=r"optimizer\.lr: 0\.0003 -> 1e-05"):
         train(changed, resume=True)
+
+
+def test_a_change_that_is_allowed_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options = {"lr": 1e-5, "weight_decay": 0.25, "eps": 1e-6, "betas": [0.8, 0.9]}
+    train(recipe("quickstart", tmp_path, 1), resume=False)
+    changed = recipe("quickstart", tmp_path, 2, f"optimizer={json.dumps(options)}")
+    train(changed, resume=True, allow_change=True)
+    checkpoint = CheckpointStore(RunFolder(tmp_path, "quickstart").checkpoints, readonly=True).load(2)
+    used = checkpoint.state["optimizer"]["options"][0]
+    assert {name: used[name] for name in options} == options
+    rows = (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row).get("optimizer/lr") for row in rows] == [None, 3e-4, 1e-5]
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,8 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm))
         lr = options.lr * min(1.0, (self.state.updates + 1) / max(1, options.warmup_updates))
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            # The recipe's, whatever a checkpoint says: a resumed run may go on with changed ones.
+            group.update(lr=lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
         finite = math.isfinite(norm)
         if finite:
             self.scaler.step(self.optimizer)
@@ -310,8 +311,9 @@ class Trainer:
             logger.warning("update skipped: gradient norm %s (%d in a row)", norm, self.state.bad_updates)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        # fp16 loss scaling finds its scale by overflowing, so only other dtypes count these as failures.
-        if not self.scaler.is_enabled() and self.state.bad_updates >= self.config.training.max_bad_updates:
+        # fp16 finds its loss scale by overflowing; below 1 the scale is no longer to blame.
+        searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        if not searching and self.state.bad_updates >= self.config.training.max_bad_updates:
             raise FloatingPointError(
                 f"{self.state.bad_updates} updates in a row had a non-finite gradient; weights are unchanged "
                 "since; lower optimizer.lr or sampler.kernel.noise_level, or use model.dtype fp32"
