@@ -212,6 +212,7 @@ def build_evaluator(
     """The held-out evaluation of a recipe."""
     options = config.evaluation
     guidance = config.sampler.guidance if options.guidance is None else options.guidance
+    wrapper.check_arguments("evaluation.guidance", guidance, replayed=False)
     return Evaluator(
         wrapper,
         prompts[: options.max_prompts],

@@ -287,7 +287,8 @@ def resolve_path(value: str, recipe: Path | None = None) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        siblings = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        found = path.parent.glob("*.yaml") if path.parent.is_dir() else []
+        siblings = sorted(p.name for p in found if not p.name.startswith("."))
         raise UserError(f"no recipe {path}" + (f"; there are: {', '.join(siblings)}" if siblings else ""))
     if path.stat().st_size > MAX_RECIPE_BYTES:
         raise UserError(f"{path} is larger than {MAX_RECIPE_BYTES} bytes: not a recipe")

@@ -124,8 +124,9 @@ def test_values_out_of_range_are_named(recipe: Path, override: str, said: str) -
 
 
 def test_a_missing_recipe_lists_its_neighbours(recipe: Path) -> None:
+    recipe.with_name(".draft.yaml").write_text("")
     message = refused(recipe.with_name("recipes.yaml"))
-    assert "no recipe" in message and "there are: recipe.yaml" in message
+    assert "no recipe" in message and message.endswith("there are: recipe.yaml")
     assert refused(recipe.parent / "nowhere" / "x.yaml").endswith("x.yaml")
 
 

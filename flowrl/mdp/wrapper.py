@@ -10,8 +10,8 @@ Shapes: B rows of a micro-batch, ``*`` event dims, T sampler steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from flowrl.errors import UserError
 from flowrl.kernel import Kernel
 from flowrl.mdp.conditioning import ConditionalGradient, PromptCache, rows_of_call
-from flowrl.mdp.scheduler import PolicyScheduler, StepFunction, own_dtype, placed, scale_of, undecorated
+from flowrl.mdp.scheduler import Layout, PolicyScheduler, StepFunction, idle, installed, layout_of, undecorated
+from flowrl.mdp.schedules import scale_of_level
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
-from flowrl.mdp.transitions import MIN_STD, Gaussian, projection
+from flowrl.mdp.transitions import MIN_STD, Gaussian, Transition, projection
 from flowrl.registry import nearest
 from flowrl.reward import Samples
 
@@ -42,7 +43,10 @@ class SamplerWrapper(ABC):
     """A diffusers pipeline seen as an MDP.
 
     Class attributes:
-        family: the kind of schedule, which kernels must match.
+        family: the kind of kernels that it can use.
+        no_matching: why forward-process objectives cannot be used on it; empty if they can.
+        decoding_steps: steps that a call which only decodes must still take, without its networks: 1 where
+            the pipeline decodes what the last step returns rather than its latents.
 
     Attributes:
         pipe: the pipeline, unmodified outside the calls made here.
@@ -51,6 +55,8 @@ class SamplerWrapper(ABC):
     """
 
     family: ClassVar[str]
+    no_matching: ClassVar[str] = ""
+    decoding_steps: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -94,10 +100,13 @@ class SamplerWrapper(ABC):
         self.check_scheduler(pipe.scheduler)
         self.networks = find_networks(pipe, networks)
         self._plain_call: Callable[..., Any] = undecorated(type(pipe))
-        self._check_arguments()
+        self.check_arguments("model.call", self.call)
+        self.check_arguments("sampler.guidance", self.guidance)
         self._prompts = PromptCache(pipe.encode_prompt) if hasattr(pipe, "encode_prompt") else None
         self._split = ConditionalGradient() if cfg_gradient == "conditional" else None
-        self._scale: float | None = None
+        self._layout: Layout | None = None
+        self.spare_times = 0  # of the scheduler's times, those that the pipeline's loop leaves out
+        self.raw_output = "latent"  # the cheapest output_type of the pipeline
         self._grid: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         self.forwards = 0
         pipe.set_progress_bar_config(disable=True)
@@ -110,7 +119,25 @@ class SamplerWrapper(ABC):
 
     @abstractmethod
     def read_sigmas(self, scheduler: Any) -> tuple[float, ...]:
-        """The (T + 1,) noise levels of a scheduler on which ``set_timesteps`` has run."""
+        """The (T + 1,) noise levels of a scheduler on which ``set_timesteps`` has run.
+
+        In the coordinates of the flow, falling within [0, 1]: floats, or a `flowrl.mdp.schedules.Level` each
+        where the sampler's own states are not those of a flow.
+        """
+
+    def to_flow(self, prediction: Tensor, state: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        """Velocity and state of the flow for what the pipeline predicted: for flows these are themselves.
+
+        Args:
+            prediction: (B, *) float32, as the pipeline gave it to its scheduler.
+            state: (B, *) float32, in the sampler's own coordinates.
+            sigma: the state's noise level, one of `read_sigmas`.
+        """
+        return prediction, state
+
+    def jumps(self, levels: Tensor, stochastic: Sequence[int]) -> Tensor | None:
+        """Where the network's jump of each step ends (T,), of levels (T + 1,); None: nobody tells it."""
+        return None
 
     # -- the MDP -----------------------------------------------------------------------------------------
 
@@ -129,13 +156,15 @@ class SamplerWrapper(ABC):
         kept = {k + offset for k in plan.trained for offset in (0, 1)}
 
         def on_step(index: int, prediction: Tensor, sample: Tensor) -> Tensor:
-            if not trajectory.sigmas:
+            if index == 0:
                 trajectory.sigmas = self.read_sigmas(self.pipe.scheduler.base)
+            elif sample is not trajectory.latents:
+                # Rounded on its way to the network, which sees the same in replay: the state is what acted.
+                sample = self._unrounded(trajectory.latents, sample)
             sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
             stochastic = index in plan.stochastic
-            kernel = self.kernel if stochastic else self.deterministic
             sample = sample.float()
-            transition = kernel(prediction.float(), sample, sigma, sigma_next)
+            transition = self.transition(prediction, sample, sigma, sigma_next, stochastic)
             if not stochastic:
                 following = transition.sample(sample)
             else:
@@ -149,10 +178,11 @@ class SamplerWrapper(ABC):
                 trajectory.states[index] = sample
             if index + 1 in kept:
                 trajectory.states[index + 1] = following
+            # Not the pipeline's output: FLUX.2 unpacks and rescales what it returns as latents.
+            trajectory.latents = following
             return following
 
-        # The last state, not the pipeline's output: FLUX.2 unpacks and rescales what it returns as latents.
-        trajectory.latents = self._run(request, on_step, slice(None), None)[1]
+        self._run(request, on_step, slice(None), None, stochastic=plan.stochastic)
         if len(trajectory.sigmas) != self.num_steps + 1:
             raise UserError(
                 f"sampler.num_steps {self.num_steps}: {type(self.pipe).__name__} made "
@@ -172,12 +202,27 @@ class SamplerWrapper(ABC):
         noise = standard_noise(trajectory.request.step_seeds, index, state.shape[1:], state.device)
 
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
-            transition = self.kernel(prediction.float(), state, sigma, sigma_next)
+            transition = self.transition(prediction, state, sigma, sigma_next)
             found.append(Replay(transition, transition.log_prob(action), prediction, noise))
             return state
 
-        self._run(trajectory.request, on_step, slice(index, index + 1), state)
+        self._run(trajectory.request, on_step, slice(index, index + 1), state, stochastic=(index,))
         return found[0]
+
+    def transition(
+        self, prediction: Tensor, state: Tensor, sigma: float, sigma_next: float, stochastic: bool = True
+    ) -> Transition:
+        """The law of one step, in the sampler's own coordinates.
+
+        Args:
+            prediction: (B, *), as the pipeline gave it to its scheduler.
+            state: (B, *) float32, at noise level `sigma`.
+            sigma, sigma_next: two neighbours of `read_sigmas`.
+            stochastic: whether the kernel takes the step, or its deterministic stand-in.
+        """
+        kernel = self.kernel if stochastic else self.deterministic
+        velocity, sample = self.to_flow(prediction.float(), state, sigma)
+        return kernel(velocity, sample, sigma, sigma_next).scaled(scale_of_level(sigma_next))
 
     def predict(self, request: Request, state: Tensor, sigma: float) -> Tensor:
         """What the network predicts at any noise level, guidance included.
@@ -218,12 +263,15 @@ class SamplerWrapper(ABC):
         if trajectory.latents is None:
             raise ValueError("the final latents were given up")
 
-        def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
-            raise RuntimeError(f"{type(self.pipe).__name__} took a step while decoding")
+        latents = trajectory.latents
 
-        images, _ = self._run(
-            trajectory.request, on_step, slice(self.num_steps, None), trajectory.latents, output_type="pt"
-        )
+        def on_step(call: int, prediction: Tensor, sample: Tensor) -> Tensor:
+            if call >= self.decoding_steps:
+                raise RuntimeError(f"{type(self.pipe).__name__} took a step while decoding")
+            return latents
+
+        visible = slice(self.num_steps - self.decoding_steps, self.num_steps)
+        images = self._run(trajectory.request, on_step, visible, latents, decode=True)
         return to_samples(images, self.call)
 
     def schedule(self) -> tuple[float, ...]:
@@ -233,7 +281,7 @@ class SamplerWrapper(ABC):
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
             base = self.pipe.scheduler.base
             levels.append(self.read_sigmas(base))
-            times = [*base.timesteps.tolist(), 0.0]
+            times = [*base.timesteps.tolist()[: len(levels[0]) - 1], 0.0]
             self._grid = (levels[0][::-1], tuple(float(t) for t in times)[::-1])
             return sample
 
@@ -243,8 +291,8 @@ class SamplerWrapper(ABC):
         return levels[0]
 
     def stds(self, sigmas: Sequence[float]) -> list[float]:
-        """The kernel's noise std at each of the T steps."""
-        return [self.kernel.std(a, b) for a, b in pairwise(sigmas)]
+        """The noise std of each of the T steps, if the kernel takes it, in the sampler's own coordinates."""
+        return [scale_of_level(b) * self.kernel.std(a, b) for a, b in pairwise(sigmas)]
 
     @property
     def encoder_calls(self) -> int:
@@ -272,92 +320,82 @@ class SamplerWrapper(ABC):
         on_step: StepFunction,
         visible: slice | Tensor,
         state: Tensor | None,
-        output_type: str = "latent",
-    ) -> tuple[Any, Tensor | None]:
-        """Calls the pipeline with the seam in place; `state` stands in for its initial latents.
+        stochastic: Sequence[int] = (),
+        decode: bool = False,
+    ) -> Any:
+        """Calls the pipeline with the seam in place, and returns its output.
 
-        Returns:
-            what the pipeline returned, and the last state that a step returned.
+        Args:
+            request: the prompts and seeds of the rows.
+            on_step: takes the steps.
+            visible: which steps run, or at which times.
+            state: stands in for the initial latents, if given.
+            stochastic: which steps the kernel takes.
+            decode: ask for pixels, and let the networks idle.
         """
         prepared: list[Tensor] = []
-        last: list[Tensor] = []
 
         def place(latents: Tensor) -> Tensor:
             latents = latents.float()
             if state is not None:
-                if latents.shape != state.shape:
-                    raise ValueError(f"state {tuple(state.shape)} where latents are {tuple(latents.shape)}")
-                latents = state if self._scale in (None, 1.0) else state / self._scale
+                held = state if self._layout is None else self._layout.undo(state)
+                if latents.shape != held.shape:
+                    raise ValueError(f"state {tuple(held.shape)} where latents are {tuple(latents.shape)}")
+                latents = held
             prepared.append(latents)
             return latents
 
         def step(call: int, prediction: Tensor, sample: Tensor) -> Tensor:
-            if self._scale is None:
-                self._scale = scale_of(prepared[-1], sample)
+            if self._layout is None:
+                self._layout = layout_of(prepared[-1], sample)
             following = on_step(call, prediction, sample)
-            last[:] = [following]
             if self._split is not None:
                 self._split.next_step()
             return following
 
-        scheduler = PolicyScheduler(self.pipe.scheduler, step)
+        told = type(self).jumps is not SamplerWrapper.jumps
+        scheduler = PolicyScheduler(
+            self.pipe.scheduler,
+            step,
+            spare_times=self.spare_times,
+            jumps=(lambda levels: self.jumps(levels, stochastic)) if told else None,
+        )
         scheduler.show(visible)
-        with self._installed(scheduler, place, len(request)):
-            arguments = self.arguments(request)
-            output = self._plain_call(self.pipe, **arguments, output_type=output_type, return_dict=False)[0]
-        return output, last[0] if last else None
-
-    @contextmanager
-    def _installed(
-        self, scheduler: PolicyScheduler, place: Callable[[Tensor], Tensor], rows: int
-    ) -> Iterator[None]:
-        """Puts scheduler, latents, prompt cache and row counters into the pipeline, and takes them out."""
-        pipe = self.pipe
-        replaced: dict[str, Any] = {"scheduler": scheduler}
-        prepare = pipe.prepare_latents
-
-        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-            made = prepare(*args, **kwargs)
-            return (place(made[0]), *made[1:]) if isinstance(made, tuple) else place(made)
-
-        replaced["prepare_latents"] = prepare_latents
         if self._prompts is not None:
             self._prompts.positive = None
-            replaced["encode_prompt"] = self._prompts
         with ExitStack() as stack:
-            for name, value in replaced.items():
-                stack.enter_context(placed(pipe, name, value))
-            vae = getattr(pipe, "vae", None)
-            if vae is not None:
-                stack.enter_context(placed(vae, "decode", own_dtype(vae)))
-            for network in self.networks.values():
-                handle = network.register_forward_pre_hook(self._count, with_kwargs=True)
-                stack.callback(handle.remove)
-            if self._split is not None:
-                self._split.cache, self._split.rows = self._prompts, rows
-                stack.enter_context(self._split.installed(self.networks))
-            yield
+            stack.enter_context(installed(self.pipe, scheduler, place, self._prompts))
+            if decode:
+                stack.enter_context(idle(self.networks.values()))
+            else:
+                for network in self.networks.values():
+                    handle = network.register_forward_pre_hook(self._count, with_kwargs=True)
+                    stack.callback(handle.remove)
+                if self._split is not None:
+                    self._split.cache, self._split.rows = self._prompts, len(request)
+                    stack.enter_context(self._split.installed(self.networks))
+            arguments = self.arguments(request) | {"output_type": "pt" if decode else self.raw_output}
+            return self._plain_call(self.pipe, **arguments, return_dict=False)[0]
 
     def _count(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += rows_of_call(args, kwargs)
 
-    def _check_arguments(self) -> None:
+    def check_arguments(self, section: str, options: dict[str, Any], replayed: bool = True) -> None:
+        """Raises UserError for arguments that the call, or the replay of its steps, cannot take."""
         legal = set(signature(self._plain_call).parameters) - GIVEN
-        negative = self.guidance.get("negative_prompt", self.call.get("negative_prompt"))
-        if not isinstance(negative, str | None):
-            raise UserError(f"negative_prompt = {negative!r}: one text for all samples is needed")
-        for section, options in (("model.call", self.call), ("sampler.guidance", self.guidance)):
-            for key in options:
-                if key not in legal:
-                    raise UserError(
-                        f"unknown key {section}.{key}{nearest(key, legal)}: "
-                        f"not an argument of {type(self.pipe).__name__} that a recipe can give"
-                    )
-                if options[key] != POSITIONAL.get(key, options[key]):
-                    raise UserError(
-                        f"{section}.{key} = {options[key]!r} treats steps by their position in the sampler's "
-                        f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"
-                    )
+        for key, value in options.items():
+            if key not in legal:
+                raise UserError(
+                    f"unknown key {section}.{key}{nearest(key, legal)}: "
+                    f"not an argument of {type(self.pipe).__name__} that a recipe can give"
+                )
+            if key == "negative_prompt" and not isinstance(value, str | None):
+                raise UserError(f"{section}.{key} = {value!r}: one text for all samples is needed")
+            if replayed and value != POSITIONAL.get(key, value):
+                raise UserError(
+                    f"{section}.{key} = {value!r} treats steps by their position in the sampler's "
+                    f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"
+                )
 
 
 def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Module]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl.build import Run
 from flowrl.errors import UserError
 from flowrl.mdp.transitions import MIN_STD
-from flowrl.reward import RewardSet, Samples
+from flowrl.reward import Samples
 
 GAIN_SPREAD = 100.0  # ratio of largest to smallest per-step gradient factor that is worth a warning
 NOISE_MARGIN = 3.0  # a clip range within so many times the replay noise clips noise
@@ -61,17 +61,16 @@ def examine(run: Run, short: bool = False) -> Diagnosis:
     """
     diagnosis = Diagnosis()
     trainer, wrapper = run.trainer, run.wrapper
-    request = trainer.sampler.requests(0)[0]
     trajectory_kind = trainer.objective.unit == "trajectory"
     plan = trainer.plan(0)
     with run.policy.compute():
-        trajectory = wrapper.rollout(request, plan)
+        trajectory = wrapper.rollout(trainer.sampler.requests(0)[0], plan)
     samples = wrapper.decode(trajectory)
     diagnosis.facts["schedule"] = _schedule(run, plan)
     if trajectory_kind:
         trained = plan.trained if not short else sorted({plan.trained[0], plan.trained[-1]})
         _examine_ratio(run, trajectory, list(trained), diagnosis)
-    _examine_rewards(trainer.rewards, samples, request, diagnosis)
+    _examine_rewards(run, samples, diagnosis)
     _examine_geometry(run, diagnosis)
     _examine_guidance(run, diagnosis)
     _examine_stability(run, diagnosis)
@@ -132,8 +131,14 @@ def _examine_ratio(run: Run, trajectory: Any, steps: list[int], diagnosis: Diagn
             )
 
 
-def _examine_rewards(rewards: RewardSet, samples: Samples, request: Any, diagnosis: Diagnosis) -> None:
-    """Scores the rolled-out samples and two blank or noisy pictures; a constant reward is a problem."""
+def _examine_rewards(run: Run, samples: Samples, diagnosis: Diagnosis) -> None:
+    """Scores samples, noise and plain grey; a reward that is not a number or constant is a problem.
+
+    A sparse reward may give a whole micro-batch one value. Only if it seems constant are the iteration's
+    other micro-batches rolled out too, until it varies.
+    """
+    rewards = run.trainer.rewards
+    request, *others = run.trainer.sampler.requests(0)
     shape = samples.images.shape
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     probes = {"samples": samples.images, "noise": noise, "grey": torch.full(shape, 0.5)}
@@ -141,27 +146,42 @@ def _examine_rewards(rewards: RewardSet, samples: Samples, request: Any, diagnos
         name: rewards.score(Samples(images, samples.fps), request.prompts, request.metadata)
         for name, images in probes.items()
     }
+    for other in others:
+        if not any(_is_constant(column) for column in torch.cat(list(scores.values())).unbind(1)):
+            break
+        with run.policy.compute():
+            trajectory = run.wrapper.rollout(other, run.trainer.plan(0))
+        more = rewards.score(run.wrapper.decode(trajectory), other.prompts, other.metadata)
+        scores["samples"] = torch.cat([scores["samples"], more])
     facts = {}
     for column, name in enumerate(rewards.names):
         values = torch.cat([table[:, column] for table in scores.values()])
         own = scores["samples"][:, column]
-        finite = values[torch.isfinite(values)]
+        finite = own[torch.isfinite(own)]
         facts[name] = {
             "weight": float(rewards.weights[column]),
             **{probe: _mean(table[:, column]) for probe, table in scores.items()},
-            "samples_std": float(own[torch.isfinite(own)].double().std(unbiased=False)) if len(own) else None,
+            "samples_std": float(finite.double().std(unbiased=False)) if len(finite) else None,
         }
-        if len(torch.isfinite(own).nonzero()) < len(own) / 2:
+        if len(finite) < len(own) / 2:
             diagnosis.problems.append(
-                f"reward {name!r} gave no finite score for {int((~torch.isfinite(own)).sum())} of {len(own)} "
+                f"reward {name!r} gave no finite score for {len(own) - len(finite)} of {len(own)} "
                 "samples; a reward must return a number for what it can score"
             )
-        elif len(finite) and float(finite.max() - finite.min()) <= 1e-9 * max(1.0, float(finite.abs().max())):
+        elif _is_constant(values):
             diagnosis.problems.append(
                 f"reward {name!r} is constant: {float(finite[0]):g} for {len(own)} samples, for noise and "
                 "for plain grey; nothing could be learnt from it"
             )
     diagnosis.facts["rewards"] = facts
+
+
+def _is_constant(values: Tensor) -> bool:
+    """Whether there are finite values, all of them equal but for rounding."""
+    finite = values[torch.isfinite(values)]
+    return len(finite) > 0 and float(finite.max() - finite.min()) <= 1e-9 * max(
+        1.0, float(finite.abs().max())
+    )
 
 
 def _examine_geometry(run: Run, diagnosis: Diagnosis) -> None:
