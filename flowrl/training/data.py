@@ -37,20 +37,27 @@ def read_prompts(path: Path, key: str) -> list[Prompt]:
         key: the config key, for messages.
 
     Raises:
-        UserError: for a missing or empty file, or a line that is no record, with its number.
+        UserError: for a missing, unreadable or empty file, or a line that is no record, with its number.
     """
     if not path.is_file():
         raise UserError(f"{key} = {str(path)!r}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
+        raise UserError(f"{key} = {str(path)!r}: {reason}") from None
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # not by splitlines(), which also splits at characters that JSON allows inside a text
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         record: Any = {"prompt": line.strip()}
         if path.suffix == ".jsonl":
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{key}: {path} line {number}: not JSON ({error.msg})") from None
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", str(error))
+                raise UserError(f"{key}: {path} line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             raise UserError(f"{key}: {path} line {number}: a record needs a 'prompt' text")
         if len(record["prompt"]) > MAX_PROMPT_CHARACTERS:
