@@ -13,9 +13,10 @@ from typing import Any
 from flowrl import registry
 from flowrl.config import RunConfig, resolve_path
 from flowrl.errors import UserError
-from flowrl.mdp.adapters import load_base_adapter
+from flowrl.mdp.adapters import find_networks, load_base_adapter
 from flowrl.mdp.policy import Policy
-from flowrl.mdp.wrapper import SamplerWrapper, find_networks, trainable
+from flowrl.mdp.steps import trainable
+from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.reward import RewardSet, WeightedReward
 from flowrl.training.data import PromptSampler, read_prompts
 from flowrl.training.distributed import Engine

@@ -20,8 +20,9 @@ from torch import Tensor
 from flowrl import registry
 from flowrl.errors import UserError
 from flowrl.mdp import wrapper as wrapper_module
+from flowrl.mdp.adapters import find_networks
 from flowrl.mdp.scheduler import PolicyScheduler
-from flowrl.mdp.wrapper import SamplerWrapper, find_networks
+from flowrl.mdp.wrapper import SamplerWrapper
 
 # The live value of a fault: shift=3 acts twice, in the constructor and in set_timesteps.
 SHIFTED_TWICE = (1.0, 0.857692, 0.602151, 0.008929, 0.0)

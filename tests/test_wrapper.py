@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from flowrl import registry
 from flowrl.config import AdapterConfig
 from flowrl.mdp.policy import DTYPES, Policy
-from flowrl.mdp.steps import StepPlan
+from flowrl.mdp.steps import StepPlan, trainable
 from flowrl.mdp.trajectory import Request, Trajectory
-from flowrl.mdp.wrapper import SamplerWrapper, trainable
+from flowrl.mdp.wrapper import SamplerWrapper
 
 PROMPTS = ("a photo of a red circle", "two blue squares above a xyzzy", "a cat")
 STEPS = 2

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from flowrl.config import AdapterConfig
 from flowrl.errors import UserError
 
+DENOISERS = ("transformer", "transformer_2", "unet")
 POLICY = "policy"
 OLD = "old"
 SUPPORTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -38,6 +39,29 @@ ABSENT = re.compile(r"No LoRA keys associated to (\w+)")  # said of text encoder
 Slot = tuple[nn.Module, str]
 # positions and times keep their precision: bfloat16 cannot tell token 257 from token 256
 KEEP = re.compile(r"_ids$|coords|rotary|freqs|rope|position|timestep|sigma|guidance")
+
+
+def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Module]:
+    """The denoising networks of a pipeline by component name.
+
+    Raises:
+        UserError: if a wanted component does not exist or none is found.
+    """
+    names = (
+        list(wanted) if wanted is not None else [n for n in DENOISERS if getattr(pipe, n, None) is not None]
+    )
+    networks = {}
+    for name in names:
+        network = getattr(pipe, name, None)
+        if not isinstance(network, nn.Module):
+            raise UserError(
+                f"model.networks: {type(pipe).__name__} has no network {name!r}; it has: "
+                + ", ".join(n for n, c in pipe.components.items() if isinstance(c, nn.Module))
+            )
+        networks[name] = network
+    if not networks:
+        raise UserError(f"model.networks: no denoiser found in {type(pipe).__name__}; name it")
+    return networks
 
 
 def resolve_targets(network: nn.Module, endings: Sequence[str] | None) -> list[str]:

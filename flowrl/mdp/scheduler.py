@@ -3,14 +3,16 @@
 Every diffusers sampler asks its scheduler for the next state. `PolicyScheduler` delegates everything to
 the pipeline's own scheduler except two things: ``timesteps`` can be narrowed to the steps that shall run,
 and ``step`` is handed to a function of ours. Steps are counted by integer index, never looked up by a
-floating-point time, and the wrapped scheduler's own step counter is never touched. The functions below it
-put it, and what else a call of the pipeline needs, into the pipeline.
+floating-point time. The functions below it put it, and what else a call of the pipeline needs, into the
+pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.mdp.schedules import VARIANCE_PRESERVING
 
 StepFunction = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -29,16 +32,27 @@ class PolicyScheduler:
     ``timesteps`` and ``mu``.
     """
 
-    def __init__(self, base: Any, on_step: StepFunction) -> None:
+    def __init__(
+        self,
+        base: Any,
+        on_step: StepFunction,
+        spare_times: int = 0,
+        jumps: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Wraps a scheduler.
 
         Args:
             base: the pipeline's own scheduler.
             on_step: ``on_step(call, model_output, sample) -> next sample``; ``call`` counts the calls of
                 ``step`` in this pipeline call from 0.
+            spare_times: how many of ``timesteps`` the pipeline takes off the end before it loops.
+            jumps: for pipelines that tell their network where step i ends, which they read in
+                ``sigmas[i + 1]``: from the scheduler's levels (T + 1,) to the ends of the steps (T,).
         """
         self.base = base
         self._on_step = on_step
+        self._spare = spare_times
+        self._jumps = jumps
         self._calls = 0
         self._visible: slice | Tensor = slice(None)
 
@@ -52,7 +66,24 @@ class PolicyScheduler:
         own: Tensor = self.base.timesteps
         if isinstance(self._visible, Tensor):
             return self._visible.to(own.device)
-        return own[self._visible]
+        stop = self._visible.stop
+        return own[self._visible.start : None if stop is None else stop + self._spare]
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The scheduler's own levels, narrowed so that ``sigmas[i + 1]`` is the end of visible step i."""
+        own: Tensor = self.base.sigmas
+        if self._jumps is None or isinstance(self._visible, Tensor):
+            return own
+        first = self._visible.start or 0
+        return torch.cat([own[first : first + 1], self._jumps(own)[first:]])
+
+    def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The scheduler's own scaling, for the step that is next; its counter is set, not trusted."""
+        if hasattr(self.base, "_step_index") and isinstance(self._visible, slice):
+            self.base._step_index = (self._visible.start or 0) + self._calls
+        scaled: Tensor = self.base.scale_model_input(sample, *args, **kwargs)
+        return scaled
 
     def step(
         self,
@@ -66,10 +97,12 @@ class PolicyScheduler:
         """The action: the next state, in the form that the pipeline unpacks.
 
         The state stays in float32 whatever the network's dtype; only what enters the network is rounded.
+        Some pipelines unpack a second value, the denoised sample, and decode that of the last step, where
+        the two are the same.
         """
         following = self._on_step(self._calls, model_output, sample)
         self._calls += 1
-        return SimpleNamespace(prev_sample=following) if return_dict else (following,)
+        return SimpleNamespace(prev_sample=following) if return_dict else (following, following)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the pipeline's own scheduler."""
@@ -119,13 +152,134 @@ def undecorated(cls: type[Any]) -> Callable[..., Any]:
     return plain
 
 
-def scale_of(prepared: Tensor, sample: Tensor) -> float:
-    """By what the pipeline multiplied its initial latents before the first step."""
-    if prepared.shape != sample.shape:
-        raise UserError("the pipeline changes the layout of its latents after prepare_latents")
-    if torch.equal(prepared, sample.float()):
-        return 1.0
-    scale = float((sample.float() * prepared).sum() / prepared.square().sum())
-    if not torch.allclose(prepared * scale, sample.float(), rtol=1e-3, atol=1e-4):
-        raise UserError("the pipeline changes its initial latents by more than a constant factor")
-    return scale
+@dataclass(frozen=True)
+class Layout:
+    """What a pipeline does to its initial latents between ``prepare_latents`` and the first step.
+
+    Attributes:
+        axes: the permutation of their axes.
+        scale: the factor after it.
+    """
+
+    axes: tuple[int, ...]
+    scale: float
+
+    def undo(self, state: Tensor) -> Tensor:
+        """What ``prepare_latents`` must return for the first step to see `state`."""
+        if self.scale != 1.0:
+            state = state / self.scale
+        return state.permute([self.axes.index(axis) for axis in range(len(self.axes))])
+
+
+def layout_of(prepared: Tensor, sample: Tensor) -> Layout:
+    """Finds the layout from both ends of the way.
+
+    Raises:
+        UserError: if it is more than a permutation and a factor.
+    """
+    for order in permutations(range(1, prepared.ndim)):
+        axes = (0, *order)
+        moved = prepared.permute(axes)
+        if moved.shape != sample.shape:
+            continue
+        if torch.equal(moved.to(sample.dtype), sample):  # some pipelines round to the network's dtype
+            return Layout(axes, 1.0)
+        scale = float((sample.double() * moved).sum() / moved.double().square().sum())
+        if torch.allclose(moved * scale, sample.float(), rtol=1e-3, atol=1e-4):
+            return Layout(axes, scale)
+    raise UserError(
+        "the pipeline changes its latents between prepare_latents and the first step by more than a "
+        "permutation of axes and a constant factor"
+    )
+
+
+def unrounded(kept: Tensor | None, sample: Tensor) -> Tensor:
+    """The state (B, *) that a step returned, in float32, for what the pipeline made of it until the next.
+
+    Raises:
+        UserError: if the pipeline did more than round it to the network's dtype.
+    """
+    if kept is None or not torch.equal(kept.to(sample.dtype), sample):
+        raise UserError("the pipeline changes its latents between two steps; such steps are no policy")
+    return kept
+
+
+@contextmanager
+def installed(
+    pipe: Any,
+    scheduler: PolicyScheduler,
+    place: Callable[[Tensor], Tensor],
+    encode_prompt: Callable[..., Any] | None,
+) -> Iterator[None]:
+    """Puts the stand-in, and what else a call needs, into the pipeline, and takes it out again.
+
+    Args:
+        pipe: the pipeline.
+        scheduler: stands in for its scheduler.
+        place: makes the initial latents of those that ``prepare_latents`` returned.
+        encode_prompt: stands in for the pipeline's own, if given.
+    """
+    prepare = pipe.prepare_latents
+
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        made = prepare(*args, **kwargs)
+        return (place(made[0]), *made[1:]) if isinstance(made, tuple) else place(made)
+
+    replaced = {"scheduler": scheduler, "prepare_latents": prepare_latents}
+    if encode_prompt is not None:
+        replaced["encode_prompt"] = encode_prompt
+    vae = getattr(pipe, "vae", None)
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(placed(pipe, name, value))
+        if vae is not None:
+            stack.enter_context(placed(vae, "decode", own_dtype(vae)))
+        yield
+
+
+@contextmanager
+def idle(networks: Iterable[Any]) -> Iterator[None]:
+    """Networks that return zeros in the shape of their state, for a call whose prediction nobody uses."""
+
+    def zeros(state: Any) -> Any:
+        return [zeros(row) for row in state] if isinstance(state, list) else torch.zeros_like(state)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any]:
+        return (zeros(args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))),)
+
+    with ExitStack() as stack:
+        for network in networks:
+            stack.enter_context(placed(network, "forward", forward))
+        yield
+
+
+def replace_scheduler(pipe: Any, name: str, where: str) -> None:
+    """Gives a pipeline another scheduler of diffusers, on the noise schedule of its own.
+
+    Args:
+        pipe: the pipeline; its deployment and evaluation use the new scheduler too.
+        name: the class.
+        where: the config key, for the error message.
+
+    Raises:
+        UserError: if the two schedulers are not of one family, so that the schedule would be lost.
+    """
+    import diffusers
+
+    own, wanted = pipe.scheduler, getattr(diffusers, name)
+    of_flow = name.startswith("FlowM")
+    if of_flow != type(own).__name__.startswith("FlowM") or (not of_flow and not is_table(own)):
+        raise UserError(
+            f"{where} = {name!r}: {type(pipe).__name__} has a {type(own).__name__} "
+            f"(prediction_type {own.config.get('prediction_type')!r}), whose noise schedule {name} cannot "
+            "take over; its samples would be noise"
+        )
+    options = {} if of_flow else {"clip_sample": own.config.get("clip_sample", False)}
+    pipe.scheduler = wanted.from_config(own.config, **options)
+
+
+def is_table(scheduler: Any) -> bool:
+    """Whether a scheduler's noise levels are a table of alpha_bar for a network of a diffusion model."""
+    return hasattr(scheduler, "alphas_cumprod") and (
+        scheduler.config.get("prediction_type") in VARIANCE_PRESERVING
+    )

@@ -182,6 +182,11 @@ class SlidingWindow:
         return _window(config.stride * position, config.size, stds)
 
 
+def trainable(stds: Sequence[float]) -> list[int]:
+    """The steps whose transition has a density."""
+    return [k for k, std in enumerate(stds) if std >= MIN_STD]
+
+
 def _share(count: int, fraction: float) -> int:
     """``int(count * fraction)``, safe against 0.29 * 100 = 28.999999999999996."""
     return int(count * fraction + 1e-9)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -22,21 +21,25 @@ from torch import Tensor, nn
 
 from flowrl.errors import UserError
 from flowrl.kernel import Kernel
+from flowrl.mdp.adapters import find_networks
+from flowrl.mdp.arguments import check_arguments
 from flowrl.mdp.conditioning import ConditionalGradient, PromptCache, rows_of_call
-from flowrl.mdp.scheduler import Layout, PolicyScheduler, StepFunction, idle, installed, layout_of, undecorated
+from flowrl.mdp.scheduler import (
+    Layout,
+    PolicyScheduler,
+    StepFunction,
+    idle,
+    installed,
+    layout_of,
+    undecorated,
+    unrounded,
+)
 from flowrl.mdp.schedules import scale_of_level
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
-from flowrl.mdp.transitions import MIN_STD, Gaussian, Transition, projection
-from flowrl.registry import nearest
+from flowrl.mdp.transitions import Gaussian, Transition, projection
 from flowrl.reward import Samples
-
-DENOISERS = ("transformer", "transformer_2", "unet")
-# Arguments of pipeline calls that the wrapper gives itself, and the one value that replay can honour of
-# those by which a pipeline treats the steps of its loop differently.
-GIVEN = {"self", "prompt", "num_inference_steps", "generator", "latents", "output_type", "return_dict"}
-POSITIONAL = {"cfg_trunc_ratio": 1.0, "skip_guidance_layers": None}
 
 
 class SamplerWrapper(ABC):
@@ -135,9 +138,9 @@ class SamplerWrapper(ABC):
         """
         return prediction, state
 
-    def jumps(self, levels: Tensor, stochastic: Sequence[int]) -> Tensor | None:
-        """Where the network's jump of each step ends (T,), of levels (T + 1,); None: nobody tells it."""
-        return None
+    def jumps(self, levels: Tensor, stochastic: Sequence[int]) -> Tensor:
+        """Where the network's jump of each step ends (T,), for pipelines that tell it; of levels (T + 1,)."""
+        return levels[1:]
 
     # -- the MDP -----------------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class SamplerWrapper(ABC):
                 trajectory.sigmas = self.read_sigmas(self.pipe.scheduler.base)
             elif sample is not trajectory.latents:
                 # Rounded on its way to the network, which sees the same in replay: the state is what acted.
-                sample = self._unrounded(trajectory.latents, sample)
+                sample = unrounded(trajectory.latents, sample)
             sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
             stochastic = index in plan.stochastic
             sample = sample.float()
@@ -353,13 +356,10 @@ class SamplerWrapper(ABC):
                 self._split.next_step()
             return following
 
-        told = type(self).jumps is not SamplerWrapper.jumps
-        scheduler = PolicyScheduler(
-            self.pipe.scheduler,
-            step,
-            spare_times=self.spare_times,
-            jumps=(lambda levels: self.jumps(levels, stochastic)) if told else None,
-        )
+        def jumps(levels: Tensor) -> Tensor:
+            return self.jumps(levels, stochastic)
+
+        scheduler = PolicyScheduler(self.pipe.scheduler, step, self.spare_times, jumps)
         scheduler.show(visible)
         if self._prompts is not None:
             self._prompts.positive = None
@@ -381,44 +381,11 @@ class SamplerWrapper(ABC):
         self.forwards += rows_of_call(args, kwargs)
 
     def check_arguments(self, section: str, options: dict[str, Any], replayed: bool = True) -> None:
-        """Raises UserError for arguments that the call, or the replay of its steps, cannot take."""
-        legal = set(signature(self._plain_call).parameters) - GIVEN
-        for key, value in options.items():
-            if key not in legal:
-                raise UserError(
-                    f"unknown key {section}.{key}{nearest(key, legal)}: "
-                    f"not an argument of {type(self.pipe).__name__} that a recipe can give"
-                )
-            if key == "negative_prompt" and not isinstance(value, str | None):
-                raise UserError(f"{section}.{key} = {value!r}: one text for all samples is needed")
-            if replayed and value != POSITIONAL.get(key, value):
-                raise UserError(
-                    f"{section}.{key} = {value!r} treats steps by their position in the sampler's "
-                    f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"
-                )
+        """Raises UserError for arguments under a config key that the pipeline's call cannot take.
 
-
-def find_networks(pipe: Any, wanted: Sequence[str] | None) -> dict[str, nn.Module]:
-    """The denoising networks of a pipeline by component name.
-
-    Raises:
-        UserError: if a wanted component does not exist or none is found.
-    """
-    names = (
-        list(wanted) if wanted is not None else [n for n in DENOISERS if getattr(pipe, n, None) is not None]
-    )
-    networks = {}
-    for name in names:
-        network = getattr(pipe, name, None)
-        if not isinstance(network, nn.Module):
-            raise UserError(
-                f"model.networks: {type(pipe).__name__} has no network {name!r}; it has: "
-                + ", ".join(n for n, c in pipe.components.items() if isinstance(c, nn.Module))
-            )
-        networks[name] = network
-    if not networks:
-        raise UserError(f"model.networks: no denoiser found in {type(pipe).__name__}; name it")
-    return networks
+        ``replayed``: whether the steps of such a call are replayed, which rules out some arguments.
+        """
+        check_arguments(self._plain_call, type(self.pipe).__name__, section, options, replayed)
 
 
 def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
@@ -429,8 +396,3 @@ def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
     if images.ndim == 5:
         return Samples(images, fps=float(call.get("frame_rate", call.get("fps", 16))))
     return Samples(images)
-
-
-def trainable(stds: Sequence[float]) -> list[int]:
-    """The steps whose transition has a density."""
-    return [k for k, std in enumerate(stds) if std >= MIN_STD]

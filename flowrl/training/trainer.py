@@ -23,9 +23,9 @@ from flowrl.advantage import Advantage, Advantages
 from flowrl.config import RunConfig
 from flowrl.mdp.policy import Policy
 from flowrl.mdp.seeds import generator
-from flowrl.mdp.steps import StepPlan, StepSelector
+from flowrl.mdp.steps import StepPlan, StepSelector, trainable
 from flowrl.mdp.trajectory import Request, Trajectory
-from flowrl.mdp.wrapper import SamplerWrapper, trainable
+from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.objective import ForwardStep, Metrics, Objective, TrajectoryStep
 from flowrl.reward import RewardSet
 from flowrl.training.data import PromptSampler
