@@ -176,7 +176,7 @@ def build_policy(config: RunConfig, pipe: Any, objective: Any, recipe: Path | No
         config.model.adapter,
         dtype=config.model.dtype,
         needs_reference=objective.needs_reference,
-        needs_old=objective.unit == "forward",
+        needs_old=objective.acts == "old",
         gradient_checkpointing=config.model.gradient_checkpointing,
         base_adapters=names,
         ema=config.ema,
@@ -225,7 +225,28 @@ def build_evaluator(
         batch_size=options.batch_size,
         seed=options.seed,
         grid_prompts=options.grid_prompts,
+        scheduler=deployed_scheduler(config, wrapper.pipe),
     )
+
+
+def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
+    """The scheduler that evaluation and export use: the pipeline's own, or ``evaluation.scheduler``.
+
+    Raises:
+        UserError: if diffusers has no such scheduler.
+    """
+    name = config.evaluation.scheduler
+    if name is None:
+        return pipe.scheduler
+    import diffusers
+
+    cls = getattr(diffusers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
+        legal = [n for n in dir(diffusers) if n.endswith("Scheduler")]
+        raise UserError(
+            f"evaluation.scheduler = {name!r}: no scheduler of diffusers{registry.nearest(name, legal)}"
+        )
+    return cls.from_config(pipe.scheduler.config)
 
 
 def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:

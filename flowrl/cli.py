@@ -79,6 +79,37 @@ def train(
         raise typer.Exit(summary["exit_code"])
 
 
+@app.command()
+def distill(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on from the newest intact checkpoint; never: start a new run.")
+    ] = "never",
+    fresh: Annotated[bool, typer.Option(help="Delete what an earlier run of this name left.")] = False,
+    preflight: Annotated[bool, typer.Option(help="Run the short doctor check first.")] = True,
+    plugin: Plugin = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Distil a model into a few-step student; the pipeline goes to runs/<recipe name>/pipeline.
+
+    The student learns from samples of the model itself: a prompt file is all that is needed.
+    """
+    from flowrl import commands
+
+    _choice("--resume", resume, ("auto", "never"))
+    commands.distill(
+        recipe,
+        overrides or [],
+        resume=resume == "auto",
+        fresh=fresh,
+        preflight=preflight,
+        plugins=plugin or [],
+        trust=trust_remote_code,
+        console=console,
+    )
+
+
 Target = Annotated[
     Path,
     typer.Argument(

@@ -75,6 +75,24 @@ def train(
             folder.__exit__(None, None, None)
 
 
+def distill(recipe: Path, overrides: list[str], *, plugins: list[str], trust: bool, **options: Any) -> None:
+    """Trains a distillation recipe and exports the student; see ``flowrl distill --help``."""
+    config = read_recipe(recipe, overrides, plugins)
+    objective = registry.get("objective", str(config.objective["name"]))
+    if objective.acts != "reference":
+        raise UserError(
+            f"objective {config.objective['name']!r} distils nothing; flowrl distill needs a recipe with an "
+            "objective that learns from the start model, such as consistency_distillation"
+        )
+    summary = train(recipe, overrides, plugins=plugins, trust=trust, allow_change=False, **options)
+    if summary["status"] == "finished":
+        folder = Path(config.output) / config.name
+        out = folder / "pipeline"
+        console = options["console"]
+        shutil.rmtree(out, ignore_errors=True)  # of an earlier end of the same run
+        export(folder, out, form="pipeline", weights="auto", plugins=plugins, trust=trust, console=console)
+
+
 def read_recipe(recipe: Path, overrides: list[str], plugins: list[str]) -> RunConfig:
     """Loads plugins, then the recipe."""
     for plugin in plugins:
@@ -286,20 +304,26 @@ def export(
     if not folder.is_dir():
         raise UserError(f"{folder} is not the folder of a run")
     config, run = open_target(folder, [], plugins, weights, trust)
-    from flowrl.build import load_pipeline
+    from flowrl.build import deployed_scheduler, load_pipeline
     from flowrl.mdp.trajectory import Request
     from flowrl.tools import export as exporting
 
     prompt = run.trainer.sampler.prompts[0]
     request = Request((prompt.text,), (prompt.metadata,), (0,), (0,), (0,))
-    call = {k: v for k, v in run.wrapper.arguments(request).items() if k != "generator"}
+    arguments = run.wrapper.arguments(request, config.evaluation.guidance, config.evaluation.num_steps)
+    call = {k: v for k, v in arguments.items() if k != "generator"}
+
+    def deployed(pipe: Any) -> Any:
+        pipe.scheduler = deployed_scheduler(config, pipe)
+        return pipe
+
     exporting.export(
-        run.wrapper.pipe,
+        deployed(run.wrapper.pipe),
         run.policy,
         out,
         form,  # type: ignore[arg-type]
         average=False,
-        make_pipe=lambda: load_pipeline(config, None, trust).to(run.engine.device),
+        make_pipe=lambda: deployed(load_pipeline(config, None, trust).to(run.engine.device)),
         call=call,
     )
     console.print(f"exported to {out}, verified by loading it into a fresh pipeline", highlight=False)

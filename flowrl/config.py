@@ -182,6 +182,7 @@ class EvaluationConfig(Section):
 
     every: NonNegative = Field(10, description="iterations between evaluations; 0: only before and after")
     num_steps: Positive | None = Field(None, description="None: as in the rollout")
+    scheduler: str | None = Field(None, description="a diffusers scheduler to deploy with; None: the model's")
     guidance: dict[str, Any] | None = Field(None, description="None: as in the rollout")
     samples_per_prompt: Positive = 1
     max_prompts: Positive | None = None

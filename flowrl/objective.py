@@ -84,6 +84,7 @@ class Objective(Protocol):
 
     Class attributes:
         unit: "trajectory" or "forward": which work unit it takes.
+        acts: who makes the samples: the "policy" that is trained, its slow "old" copy, or the "reference".
 
     Attributes:
         needs_reference: whether the reference policy is evaluated for every unit.
@@ -91,6 +92,7 @@ class Objective(Protocol):
     """
 
     unit: ClassVar[Literal["trajectory", "forward"]]
+    acts: ClassVar[Literal["policy", "old", "reference"]]
     needs_reference: bool
 
     @property

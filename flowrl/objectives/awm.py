@@ -34,6 +34,7 @@ class AWM:
     """PPO's clipped objective on the forward process."""
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "forward"
+    acts: ClassVar[Literal["policy", "old", "reference"]] = "old"
 
     class Config(ComponentConfig):
         """Options of `AWM`."""

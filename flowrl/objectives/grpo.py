@@ -52,6 +52,7 @@ class GRPO:
     """PPO's clipped objective for one transition of a micro-batch."""
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "trajectory"
+    acts: ClassVar[Literal["policy", "old", "reference"]] = "policy"
 
     class Config(ComponentConfig):
         """Options of `GRPO`."""

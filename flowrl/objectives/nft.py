@@ -46,6 +46,7 @@ class NFT:
     """Negative-aware fine-tuning on the forward process."""
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "forward"
+    acts: ClassVar[Literal["policy", "old", "reference"]] = "old"
 
     class Config(ComponentConfig):
         """Options of `NFT`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.mdp.scheduler import placed
 from flowrl.mdp.seeds import derive_seed
 from flowrl.mdp.trajectory import Request
 from flowrl.mdp.wrapper import SamplerWrapper, to_samples
@@ -55,8 +56,9 @@ class Evaluator:
         batch_size: int,
         seed: int,
         grid_prompts: int,
+        scheduler: Any | None = None,
     ) -> None:
-        """Args are those of `flowrl.config.EvaluationConfig`, resolved."""
+        """Args are those of `flowrl.config.EvaluationConfig`, resolved; no scheduler means the pipeline's."""
         self.wrapper = wrapper
         self.prompts = prompts
         self.judges = judges
@@ -67,11 +69,12 @@ class Evaluator:
         self.batch_size = batch_size
         self.seed = seed
         self.grid_prompts = grid_prompts
+        self.scheduler = wrapper.pipe.scheduler if scheduler is None else scheduler
 
     @property
     def settings(self) -> dict[str, Any]:
         """The generation settings that stand beside every score."""
-        scheduler = self.wrapper.pipe.scheduler
+        scheduler = self.scheduler
         return {
             "pipeline": type(self.wrapper.pipe).__name__,
             "scheduler": type(scheduler).__name__,
@@ -126,7 +129,8 @@ class Evaluator:
             tuple(p.text for p, _ in batch), tuple(p.metadata for p, _ in batch), (), seeds, seeds
         )
         arguments = self.wrapper.arguments(request, self.guidance, self.num_steps)
-        output = self.wrapper.pipe(**arguments, output_type="pt", return_dict=False)[0]
+        with placed(self.wrapper.pipe, "scheduler", self.scheduler):
+            output = self.wrapper.pipe(**arguments, output_type="pt", return_dict=False)[0]
         return output if isinstance(output, Tensor) else torch.stack(list(output))
 
     def _collect(self, mine: dict[int, Tensor], batches: list[list[tuple[Prompt, int]]]) -> Tensor:

@@ -13,7 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -136,7 +136,7 @@ class Trainer:
         metrics = self._reward_metrics(scores, advantages)
         metrics |= {f"samples/{name}": value for name, value in self.engine.mean(meters).items()}
         metrics |= self._optimize(trajectories, advantages)
-        if not self._needs_steps:
+        if self.objective.acts == "old":
             follow = self.config.old_policy
             self.policy.update_old(min(follow.max_decay, follow.growth * iteration))
         samples = self.config.training.samples / self.engine.world
@@ -158,8 +158,8 @@ class Trainer:
         return self.objective.unit == "trajectory"
 
     def _rollout(self, request: Request, plan: StepPlan) -> Trajectory:
-        acting = nullcontext() if self._needs_steps else self.policy.old()
-        with self._phase("rollout"), self.policy.compute(), acting:
+        who = {"policy": self.policy.acting, "old": self.policy.old, "reference": self.policy.reference}
+        with self._phase("rollout"), self.policy.compute(), who[self.objective.acts]():
             return self.wrapper.rollout(request, plan)
 
     def _score(self, trajectories: list[Trajectory]) -> tuple[Tensor, dict[str, float]]:
