@@ -27,6 +27,16 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
 HEADLINE = "scene_exact"
+HEADER = (
+    "method",
+    "iterations",
+    "training reward",
+    "held-out exact",
+    "gain ± sd",
+    "final / best",
+    "clip_score",
+    "diversity",
+)
 
 
 @dataclass(frozen=True)
@@ -170,12 +180,9 @@ def main() -> None:
         ]
         for job in jobs:
             job.result()
-    print(
-        "| method | iterations | training reward | held-out exact | gain ± sd | final / best | clip_score | diversity |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for method in args.methods:
-        print(row(method, args.seeds, args.out))
+    lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    lines += [row(method, args.seeds, args.out) for method in args.methods]
+    sys.stdout.write("\n".join(lines) + "\n")
     plot(args.methods, args.seeds, args.out, args.figure)
 
 

@@ -17,9 +17,9 @@ deployed by the consistency sampler x_s = (1 - s) f + s noise (``FlowMatchLCMSch
 Source: consistency distillation, arXiv 2303.01469; latent consistency models, arXiv 2310.04378; the
 pseudo-Huber distance, the weight 1 / (sigma - s) and the target without an average, arXiv 2310.14189
 (published: c = 0.00054 sqrt(D)).
-Differs from the authors' code: samples of the teacher in the place of a dataset; the network's own velocity in the
-place of new boundary coefficients; one noise level for all rows of a unit; the distance over sqrt(D), so
-that its gradient does not grow with the resolution.
+Differs from the authors' code: samples of the teacher in the place of a dataset; the network's own velocity
+in the place of new boundary coefficients; one noise level for all rows of a unit; the distance over
+sqrt(D), so that its gradient does not grow with the resolution.
 """
 
 from __future__ import annotations
