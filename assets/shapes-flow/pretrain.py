@@ -289,7 +289,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ae-batch-size", type=int, default=16)
     parser.add_argument("--ae-lr", type=float, default=2e-3)
     parser.add_argument("--scenes", type=int, default=40_000, help="scenes the flow is trained on")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch-size", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--lr-floor", type=float, default=0.05, help="last over peak learning rate")
