@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import registry
+from flowrl import commands, registry
 from flowrl.build import build_run
 from flowrl.config import load
+from flowrl.errors import UserError
 from flowrl.mdp.seeds import generator
 from flowrl.objective import ForwardStep, Objective
 
@@ -132,7 +133,7 @@ def test_target_carries_no_gradient_and_value_is_the_formula() -> None:
         squares = (factor * endpoint(noisy, sigma) - target).square().mean(dim=1)
         return float(((squares + huber**2).sqrt() - huber).mean() / (sigma - after))
 
-    assert float(loss) == pytest.approx(value(0.9), rel=1e-9)
+    assert loss.item() == pytest.approx(value(0.9), rel=1e-9)
     assert metrics["distillation_loss"] == pytest.approx(value(0.9), rel=1e-9)
     slope = (value(0.9 + 1e-6) - value(0.9 - 1e-6)) / 2e-6
     assert float(gradient) == pytest.approx(slope, rel=1e-5)
@@ -166,3 +167,15 @@ def test_samples_come_from_the_teacher(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.evaluator.settings["scheduler"] == "FlowMatchLCMScheduler"
     run.evaluator.evaluate()
     assert type(run.wrapper.pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+
+
+def test_unknown_scheduler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load("configs/distill_shapes.yaml", ["evaluation.scheduler=FlowMatchLCM"])
+    with pytest.raises(UserError, match=r"'FlowMatchLCM'.*did you mean 'FlowMatchLCMScheduler'"):
+        build_run(config)
+
+
+def test_distill_refuses_an_objective_that_distils_nothing() -> None:
+    with pytest.raises(UserError, match="'nft' distils nothing"):
+        commands.distill(ROOT / "configs" / "quickstart_nft.yaml", [], plugins=[], trust=False)
