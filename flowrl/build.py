@@ -87,6 +87,11 @@ def build_run(config: RunConfig, recipe: Path | None = None, pipe: Any = None, t
         cfg_gradient=config.sampler.cfg_gradient,
         networks=config.model.networks,
     )
+    if objective.unit == "forward" and wrapper.no_matching:
+        raise UserError(
+            f"objective {config.objective.get('name')!r} on model.wrapper "
+            f"{config.model.wrapper.get('name')!r}: {wrapper.no_matching}; use grpo or cm_grpo"
+        )
     policy = build_policy(config, pipe, objective, recipe)
     pipe.to(engine.device)
     policy.snapshot()
@@ -255,7 +260,8 @@ def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
         raise UserError(
             f"sampler.kernel {config.sampler.kernel.get('name')!r} is deterministic: no step has a density, "
             f"so objective {config.objective.get('name')!r} has nothing to train; use a stochastic kernel "
-            "(flow_sde, dance_sde, cps) or a forward-process objective (nft)"
+            "(flow_sde, dance_sde, cps, consistency, ddim, or tcd with eta above 0) or a forward-process "
+            "objective (nft)"
         )
 
 

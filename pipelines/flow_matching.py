@@ -44,6 +44,10 @@ class FlowMatching(SamplerWrapper):
                 f"{config.get('prediction_type')!r}); legal: FlowMatchEulerDiscreteScheduler, or a solver "
                 "with use_flow_sigmas=True and prediction_type='flow_prediction'"
             )
+        if name == "FlowMatchLCMScheduler":
+            raise UserError(
+                f"model.wrapper flow_matching: {name} re-noises the predicted data; use wrapper consistency"
+            )
         if getattr(scheduler, "order", 1) != 1:
             raise UserError(
                 f"model.wrapper flow_matching: {name} calls the network {scheduler.order} times a step; "

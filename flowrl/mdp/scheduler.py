@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import permutations
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.mdp.schedules import VARIANCE_PRESERVING
 
 StepFunction = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Taken(NamedTuple):
+    """What a step returns, for pipelines that index, unpack or name it."""
+
+    prev_sample: Tensor
+    pred_original_sample: Tensor
 
 
 class PolicyScheduler:
@@ -85,24 +90,15 @@ class PolicyScheduler:
         scaled: Tensor = self.base.scale_model_input(sample, *args, **kwargs)
         return scaled
 
-    def step(
-        self,
-        model_output: Tensor,
-        timestep: Any,
-        sample: Tensor,
-        *args: Any,
-        return_dict: bool = True,
-        **kw: Any,
-    ) -> Any:
-        """The action: the next state, in the form that the pipeline unpacks.
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Taken:
+        """The action: the next state, in float32 whatever the network's dtype.
 
-        The state stays in float32 whatever the network's dtype; only what enters the network is rounded.
         Some pipelines unpack a second value, the denoised sample, and decode that of the last step, where
         the two are the same.
         """
         following = self._on_step(self._calls, model_output, sample)
         self._calls += 1
-        return SimpleNamespace(prev_sample=following) if return_dict else (following, following)
+        return Taken(following, following)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the pipeline's own scheduler."""
@@ -251,35 +247,3 @@ def idle(networks: Iterable[Any]) -> Iterator[None]:
         for network in networks:
             stack.enter_context(placed(network, "forward", forward))
         yield
-
-
-def replace_scheduler(pipe: Any, name: str, where: str) -> None:
-    """Gives a pipeline another scheduler of diffusers, on the noise schedule of its own.
-
-    Args:
-        pipe: the pipeline; its deployment and evaluation use the new scheduler too.
-        name: the class.
-        where: the config key, for the error message.
-
-    Raises:
-        UserError: if the two schedulers are not of one family, so that the schedule would be lost.
-    """
-    import diffusers
-
-    own, wanted = pipe.scheduler, getattr(diffusers, name)
-    of_flow = name.startswith("FlowM")
-    if of_flow != type(own).__name__.startswith("FlowM") or (not of_flow and not is_table(own)):
-        raise UserError(
-            f"{where} = {name!r}: {type(pipe).__name__} has a {type(own).__name__} "
-            f"(prediction_type {own.config.get('prediction_type')!r}), whose noise schedule {name} cannot "
-            "take over; its samples would be noise"
-        )
-    options = {} if of_flow else {"clip_sample": own.config.get("clip_sample", False)}
-    pipe.scheduler = wanted.from_config(own.config, **options)
-
-
-def is_table(scheduler: Any) -> bool:
-    """Whether a scheduler's noise levels are a table of alpha_bar for a network of a diffusion model."""
-    return hasattr(scheduler, "alphas_cumprod") and (
-        scheduler.config.get("prediction_type") in VARIANCE_PRESERVING
-    )

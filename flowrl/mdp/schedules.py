@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -115,8 +116,61 @@ def endpoints(kind: str, prediction: Tensor, sample: Tensor, level: Level) -> tu
 
 def check_falling(levels: tuple[float, ...]) -> None:
     """Raises UserError unless the noise levels fall step by step and lie within [0, 1]."""
-    if any(a <= b for a, b in pairwise(levels)) or not 0 <= levels[-1] < levels[0] <= 1:
+    if any(a <= b for a, b in pairwise(levels)) or not (levels[-1] >= 0 and levels[0] <= 1 + 1e-6):
         raise UserError(f"the scheduler's noise levels do not fall step by step within [0, 1]: {levels}")
+
+
+def replace_scheduler(pipe: Any, name: str, where: str) -> None:
+    """Gives a pipeline another scheduler of diffusers, on the noise schedule of its own.
+
+    Args:
+        pipe: the pipeline; its deployment and evaluation use the new scheduler too.
+        name: the class.
+        where: the config key, for the error message.
+
+    Raises:
+        UserError: if the two schedulers are not of one family, so that the schedule would be lost.
+    """
+    import diffusers
+
+    own, wanted = pipe.scheduler, getattr(diffusers, name)
+    of_flow = name.startswith("FlowM")
+    if of_flow != type(own).__name__.startswith("FlowM") or (not of_flow and not is_table(own)):
+        raise UserError(
+            f"{where} = {name!r}: {type(pipe).__name__} has a {type(own).__name__} "
+            f"(prediction_type {own.config.get('prediction_type')!r}), whose noise schedule {name} cannot "
+            "take over; its samples would be noise"
+        )
+    options = {} if of_flow else {"clip_sample": own.config.get("clip_sample", False)}
+    pipe.scheduler = wanted.from_config(own.config, **options)
+
+
+def is_table(scheduler: Any) -> bool:
+    """Whether a scheduler's noise levels are a table of alpha_bar for a network of a diffusion model."""
+    return hasattr(scheduler, "alphas_cumprod") and (
+        scheduler.config.get("prediction_type") in VARIANCE_PRESERVING
+    )
+
+
+def predicted_endpoints(
+    scheduler: Any, prediction: Tensor, state: Tensor, level: float
+) -> tuple[Tensor, Tensor]:
+    """Data and noise (x0, eps), each (B, *), by a table scheduler's prediction type and its clipping of x0.
+
+    Args:
+        scheduler: one for which `is_table` holds.
+        prediction: (B, *) float32.
+        state: (B, *) float32, the sampler's own.
+        level: its `flowrl.mdp.schedules.Level`.
+    """
+    config = scheduler.config
+    assert isinstance(level, Level)
+    x0, eps = endpoints(config.prediction_type, prediction, state, level)
+    if config.get("thresholding", False):
+        x0 = scheduler._threshold_sample(x0)
+    elif config.get("clip_sample", False):
+        x0 = x0.clamp(-config.clip_sample_range, config.clip_sample_range)
+    return x0, eps
 
 
 def _roots(bar: float) -> tuple[float, float]:

@@ -206,9 +206,15 @@ def _make(stochastic: Iterable[int], trained: Iterable[int], stds: Sequence[floa
     steps = _trainable(trained, stds)
     if not steps:
         able = _trainable(range(len(stds)), stds)
+        why = "none, the kernel is deterministic"
+        if len(stds) == 1:
+            why = (
+                "none: a single step goes straight to the data, a point without a density, so a one-step "
+                "model is no policy that can be trained here; use sampler.num_steps of 2 or more"
+            )
         raise UserError(
             f"{cause} trains none of the {len(stds)} sampler steps; steps with noise (std >= {MIN_STD:g}): "
-            f"{', '.join(map(str, able)) or 'none, the kernel is deterministic'}"
+            f"{', '.join(map(str, able)) or why}"
         )
     return StepPlan(tuple(stochastic), steps)
 

@@ -50,6 +50,7 @@ class SamplerWrapper(ABC):
         no_matching: why forward-process objectives cannot be used on it; empty if they can.
         decoding_steps: steps that a call which only decodes must still take, without its networks: 1 where
             the pipeline decodes what the last step returns rather than its latents.
+        probe: a row by which the noise levels can be found.
 
     Attributes:
         pipe: the pipeline, unmodified outside the calls made here.
@@ -60,6 +61,7 @@ class SamplerWrapper(ABC):
     family: ClassVar[str]
     no_matching: ClassVar[str] = ""
     decoding_steps: ClassVar[int] = 0
+    probe: ClassVar[Request] = Request(("schedule",), ({},), (0,), (0,), (0,))
 
     def __init__(
         self,
@@ -288,9 +290,8 @@ class SamplerWrapper(ABC):
             self._grid = (levels[0][::-1], tuple(float(t) for t in times)[::-1])
             return sample
 
-        probe = Request(("schedule",), ({},), (0,), (0,), (0,))
         with torch.no_grad():
-            self._run(probe, on_step, slice(0, 1), None)
+            self._run(self.probe, on_step, slice(0, 1), None)
         return levels[0]
 
     def stds(self, sigmas: Sequence[float]) -> list[float]:
