@@ -255,7 +255,7 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
 
 
 def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
-    """Raises UserError for a sampler that gives the objective nothing to train on."""
+    """Raises UserError for a recipe whose samples the objective cannot train on."""
     if objective.unit == "trajectory" and not trainable([kernel.std(0.8, 0.6)]):
         raise UserError(
             f"sampler.kernel {config.sampler.kernel.get('name')!r} is deterministic: no step has a density, "
@@ -270,3 +270,10 @@ def _file(value: str, key: str, recipe: Path | None) -> Path:
     if found is None:
         raise UserError(f"{key} = {value!r}: no such file")
     return found
+    if getattr(objective, "on_policy", False) and config.training.inner_passes > 1:
+        raise UserError(
+            f"training.inner_passes = {config.training.inner_passes}: objective "
+            f"{config.objective.get('name')!r} has no importance ratio here, so later passes would train on "
+            "stale samples uncorrected; use training.inner_passes=1, or an objective with a ratio "
+            "(objective.form=ratio, or grpo)"
+        )

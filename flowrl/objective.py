@@ -33,6 +33,7 @@ class TrajectoryStep:
         reference: the distribution under the reference policy, or None if the objective needs none.
         log_prob: (B,) float64, of the recorded action under `transition`, summed over event dims.
         old_log_prob: (B,) float64, under the policy that acted.
+        action: (B, *) float32, the recorded next state.
         noise: (B, *) the standard noise that the action was made of.
         old_projection: (B,) float64, sum over event dims of noise times the acting policy's mean.
         advantages: (B,) float32.
@@ -46,6 +47,7 @@ class TrajectoryStep:
     reference: Transition | None
     log_prob: Tensor
     old_log_prob: Tensor
+    action: Tensor
     noise: Tensor
     old_projection: Tensor
     advantages: Tensor
@@ -89,6 +91,7 @@ class Objective(Protocol):
     Attributes:
         needs_reference: whether the reference policy is evaluated for every unit.
         units_per_micro_batch: for "forward" objectives, how many units each micro-batch gives.
+        on_policy: whether a sample may serve one update only, since the loss has no ratio; False if absent.
     """
 
     unit: ClassVar[Literal["trajectory", "forward"]]

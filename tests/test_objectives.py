@@ -41,6 +41,7 @@ def trajectory_step(mean, reference=None, advantages=ADVANTAGES, std=STD, old_me
         reference=None if reference is None else Gaussian(reference, std),
         log_prob=new.log_prob(action),
         old_log_prob=old.log_prob(action),
+        action=action,
         noise=noise,
         old_projection=projection(noise, old_mean),
         advantages=advantages,

@@ -88,6 +88,22 @@ def test_random_subset_is_a_share_of_the_steps_but_the_last():
     assert plan("random_subset", fraction=1.0).trained == tuple(range(9))
 
 
+def test_random_subset_of_one_visits_every_step_with_noise():
+    stds = [0.9, 0.8, 0.6, 0.0]
+    plans = [plan("random_subset", stds, iteration, count=1) for iteration in range(300)]
+    assert all(len(p.trained) == 1 and p.stochastic == (0, 1, 2, 3) for p in plans)
+    counts = Counter(p.trained[0] for p in plans)
+    assert set(counts) == {0, 1, 2} and all(abs(count - 100) < 40 for count in counts.values())
+    assert plan("random_subset", stds, count=7).trained == (0, 1, 2)
+
+
+def test_g37_a_one_step_sampler_is_refused_with_the_reason():
+    with pytest.raises(UserError, match=r"single step goes straight to the data.*num_steps of 2 or more"):
+        plan("all", [0.0])
+    with pytest.raises(UserError, match="none, the kernel is deterministic"):
+        plan("all", [0.0, 0.0])
+
+
 def test_fixed_window_is_deterministic_outside():
     assert plan("fixed_window", start=2, size=3) == StepPlan((2, 3, 4), (2, 3, 4))
     assert plan("fixed_window", [0.5] * 3 + [0.0], start=2, size=2) == StepPlan((2, 3), (2,))

@@ -77,8 +77,11 @@ class AllSteps:
 class RandomSubset:
     """Every step is stochastic; a random ``int((n - 1) * fraction)`` of them, never the last, is trained.
 
-    Source: DanceGRPO's ``timestep_fraction`` 0.6 (arXiv 2505.07818).
-    Differs from the authors' code: they permute the steps of every sample separately; here all samples of
+    ``count`` gives the number itself: 1 is one random transition an iteration.
+
+    Source: DanceGRPO's ``timestep_fraction`` 0.6 (arXiv 2505.07818); CM-GRPO's single random transition
+    (arXiv 2605.15190).
+    Differs from the authors' code: they draw the steps of every sample separately; here all samples of
     an iteration share the subset.
     """
 
@@ -86,15 +89,17 @@ class RandomSubset:
         """Options of `RandomSubset`."""
 
         fraction: float = Field(0.6, gt=0, le=1, description="share of the steps that is trained")
+        count: int | None = Field(None, ge=1, description="how many steps are trained, in place of a share")
 
     def __init__(self, config: Config) -> None:
-        """Keeps the fraction."""
-        self.fraction = config.fraction
+        """Keeps the options."""
+        self.fraction, self.count = config.fraction, config.count
 
     def plan(self, iteration: int, stds: Sequence[float], seed: int) -> StepPlan:
         """A subset drawn from (seed, iteration)."""
         candidates = _trainable(range(len(stds) - 1), stds)
-        count = min(_share(len(stds) - 1, self.fraction), len(candidates))
+        count = _share(len(stds) - 1, self.fraction) if self.count is None else self.count
+        count = min(count, len(candidates))
         order = torch.randperm(len(candidates), generator=generator(seed, "steps", iteration)).tolist()
         chosen = sorted(candidates[position] for position in order[:count])
         return _make(range(len(stds)), chosen, stds, f"steps.fraction = {self.fraction:g}")

@@ -99,9 +99,9 @@ def _schedule(run: Run, plan: Any) -> list[dict[str, Any]]:
 
 def _gain(run: Run, sigma: float, sigma_next: float) -> float:
     """|d mean / d prediction| of a step; over std it is the factor of the policy gradient."""
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
-    means = [run.wrapper.kernel(v, zero, sigma, sigma_next).sample(zero) for v in (zero, one)]
-    return float((means[1] - means[0]).abs())
+    zero, small = torch.zeros(1, 1), torch.full((1, 1), 1e-3)  # small: some samplers clip the predicted data
+    means = [run.wrapper.transition(v, zero, sigma, sigma_next).sample(zero) for v in (zero, small)]
+    return float((means[1] - means[0]).abs() / small)
 
 
 def _examine_ratio(run: Run, trajectory: Any, steps: list[int], diagnosis: Diagnosis) -> None:
@@ -238,6 +238,12 @@ def _examine_stability(run: Run, diagnosis: Diagnosis) -> None:
     if training.inner_passes > 1 and getattr(run.trainer.objective, "unit", "") == "trajectory":
         diagnosis.warnings.append(
             f"training.inner_passes = {training.inner_passes}: later passes are off-policy; watch clip_frac"
+        )
+    if training.updates_per_pass > 1 and getattr(run.trainer.objective, "on_policy", False):
+        diagnosis.warnings.append(
+            f"training.updates_per_pass = {training.updates_per_pass}: the objective has no importance "
+            "ratio, and all updates of an iteration but the first see samples of an older policy; use "
+            "training.updates_per_pass=1, or an objective with a ratio (objective.form=ratio, or grpo)"
         )
     if training.group_size < 4:
         diagnosis.warnings.append(

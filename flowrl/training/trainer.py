@@ -261,6 +261,7 @@ class Trainer:
             advantages=rows,
             valid=valid,
         )
+            action=trajectory.states[unit + 1],
         return step, gradient
 
     def _forward_step(
