@@ -174,7 +174,19 @@ def build_policy(config: RunConfig, pipe: Any, objective: Any, recipe: Path | No
     names = []
     for number, folder in enumerate(config.model.base_adapters):
         name = f"base_{number}"
-        load_base_adapter(pipe, networks, _file(folder, "model.base_adapters", recipe), name)
+        load_base_adapter(pipe, networks, find_adapter(folder, recipe), name)
+def find_adapter(path: str, recipe: Path | None) -> str | Path:
+    """The local folder or file of a LoRA, or its hub id.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    local = resolve_path(path, recipe)
+    if local is None and not HUB_ID.fullmatch(path):
+        raise UserError(f"model.base_adapters = {path!r}: no such file, and not a hub id (owner/name)")
+    return local or path
+
+
         names.append(name)
     return Policy(
         networks,

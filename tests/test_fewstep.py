@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import diffusers
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from test_wrapper import NONE, PROMPTS, check_pixels, check_ratio, reached, traces
 from tiny import NEGATIVE
 from tiny_fewstep import FEWSTEP, RELEASED
 from torch import Tensor
 
 from flowrl import registry
+from flowrl.build import find_adapter
 from flowrl.config import AdapterConfig
 from flowrl.errors import UserError
+from flowrl.mdp.adapters import add_lora, load_base_adapter, lora_slots
 from flowrl.mdp.policy import DTYPES, Policy
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan, trainable
@@ -311,6 +315,45 @@ def test_evaluation_does_not_change_the_next_rollout(name: str) -> None:
     after = wrapper.rollout(request(0, 1), plan)
     assert torch.equal(before.latents, after.latents)
     assert torch.equal(wrapper.replay(before, 0).log_prob, after.log_probs[0])
+
+
+# -- a LoRA that makes the model a few-step one --------------------------------------------------------------
+
+
+def test_an_lcm_lora_is_a_frozen_part_of_the_start_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It acts in rollout, replay and reference alike; the policy's own adapter is trained on top."""
+    monkeypatch.setattr("test_wrapper.request", request)
+    entry = FEWSTEP["sdxl_lcm"].tiny
+    donor = entry.build().unet
+    add_lora(donor, AdapterConfig(rank=2), "lcm")
+    for module, attribute in lora_slots(donor, "lcm").values():
+        torch.nn.init.normal_(getattr(module, attribute), std=0.2)
+    weights = get_peft_model_state_dict(donor, adapter_name="lcm")
+    diffusers.StableDiffusionXLPipeline.save_lora_weights(tmp_path, unet_lora_layers=weights)
+
+    pipe = entry.build()
+    load_base_adapter(pipe, {"unet": pipe.unet}, find_adapter(str(tmp_path), None), "base_0")
+    policy = Policy({"unet": pipe.unet}, AdapterConfig(rank=2), base_adapters=["base_0"])
+    wrapper = wrap("sdxl_lcm", pipe)
+    trajectory = check_ratio(wrapper, policy, every(wrapper, "sdxl_lcm"))
+    assert not any("base_0" in name for name in policy.parameters())
+    for parameter in policy.parameters().values():
+        parameter.data.add_(0.1)
+    bare = wrap("sdxl_lcm").rollout(request(0, 1), every(wrapper, "sdxl_lcm"))
+    assert (trajectory.states[1] - bare.states[1]).abs().max() > 1e-3
+    with torch.no_grad():
+        moved = wrapper.replay(trajectory, 0).log_prob
+        with policy.reference():
+            kept = wrapper.replay(trajectory, 0).log_prob
+    assert torch.equal(kept, trajectory.log_probs[0]) and not torch.equal(moved, kept)
+
+
+def test_base_adapters_are_files_or_hub_ids() -> None:
+    assert find_adapter("latent-consistency/lcm-lora-sdxl", None) == "latent-consistency/lcm-lora-sdxl"
+    with pytest.raises(UserError, match=r"model\.base_adapters = '/nowhere/at/all': no such file"):
+        find_adapter("/nowhere/at/all", None)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TINY
+from tiny import TINY, TinyPipeline
+from tiny_fewstep import FEWSTEP
 
 from flowrl import registry
 from flowrl.build import build_run
@@ -16,7 +17,18 @@ from flowrl.config import RunConfig, load
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-STAND_INS = {"sd35_medium": "sd3", "flux1_dev": "flux", "qwen_image": "qwen_image", "wan21": "wan"}
+STAND_INS = {
+    "sd35_medium": TINY["sd3"],
+    "flux1_dev": TINY["flux"],
+    "slas_flux": TINY["flux"],
+    "qwen_image": TINY["qwen_image"],
+    "wan21": TINY["wan"],
+    "ddpo_sd15": FEWSTEP["sd14_pndm"].tiny,
+    "slas_sd14": FEWSTEP["sd14_pndm"].tiny,
+    "cm_grpo_sdxl_lcm": FEWSTEP["sdxl_lcm"].tiny,
+    "cm_grpo_sana_sprint": FEWSTEP["sana_sprint_4"].tiny,
+    "cm_grpo_flux_lcm": TINY["flux"],
+}
 LARGE = [path for path in RECIPES if any(path.stem.startswith(prefix) for prefix in STAND_INS)]
 
 
@@ -46,7 +58,7 @@ def test_trains_on_a_tiny_model_of_the_same_class(path: Path, monkeypatch: pytes
     """Two iterations: the first update starts at ratio 1 exactly, and weights move."""
     monkeypatch.chdir(ROOT)
     config = shrunk(path)
-    tiny = TINY[stand_in(path)]
+    tiny = stand_in(path)
     run = build_run(config, path, pipe=tiny.build())
     before = {name: p.detach().clone() for name, p in run.policy.parameters().items()}
     for _ in range(2):
@@ -57,21 +69,23 @@ def test_trains_on_a_tiny_model_of_the_same_class(path: Path, monkeypatch: pytes
     assert len(moved) > len(before) / 4
 
 
-def stand_in(path: Path) -> str:
-    """The tiny pipeline of a recipe's class."""
-    return next(name for prefix, name in STAND_INS.items() if path.stem.startswith(prefix))
+def stand_in(path: Path) -> TinyPipeline:
+    """The tiny pipeline of a recipe's class, with the scheduler that its checkpoint is released with."""
+    return next(tiny for prefix, tiny in STAND_INS.items() if path.stem.startswith(prefix))
 
 
 def shrunk(path: Path) -> RunConfig:
     """The recipe with a small size, a reward that needs no download, and the tiny pipeline's arguments."""
     tree: dict[str, Any] = load(path).model_dump()
-    tiny = TINY[stand_in(path)]
+    tiny = stand_in(path)
     cfg = tiny.cfg if "negative_prompt" in tree["sampler"]["guidance"] else tiny.no_cfg
     if isinstance(cfg.get("negative_prompt"), list):
         cfg = cfg | {"negative_prompt": cfg["negative_prompt"][0]}
-    call = tiny.call | {k: v for k, v in tree["model"]["call"].items() if k == "num_frames"}
+    kept = ("num_frames", "intermediate_timesteps")
+    call = tiny.call | {k: v for k, v in tree["model"]["call"].items() if k in kept}
     tree["model"] |= {"device": "cpu", "dtype": "fp32", "call": call, "gradient_checkpointing": False}
     tree["model"]["adapter"] |= {"rank": 2, "alpha": 4.0}
+    tree["model"]["base_adapters"] = []
     tree["sampler"] |= {"guidance": cfg}
     tree["sampler"]["num_steps"] = min(tree["sampler"]["num_steps"], 8)
     tree["rewards"] = [{"name": "jpeg_compressibility"}]

@@ -225,13 +225,13 @@ def load_base_adapter(pipe: Any, networks: Mapping[str, nn.Module], folder: str 
     Args:
         pipe: the pipeline, whose own loader reads the folder.
         networks: the networks that will be trained, by component name.
-        folder: a folder (or file) that ``pipe.load_lora_weights`` takes; a subfolder named like a second
-            network (``transformer_2``) holds that network's LoRA.
+        folder: a folder (or file) that ``pipe.load_lora_weights`` takes, as a path or, on the hub, as a name;
+            a subfolder named like a second network (``transformer_2``) holds that network's LoRA.
         name: the adapter's name.
     """
     if not hasattr(pipe, "load_lora_weights"):
         raise UserError(f"{type(pipe).__name__} cannot load LoRAs: model.base_adapters must be empty")
-    if not Path(folder).exists():
+    if isinstance(folder, Path) and not folder.exists():
         raise UserError(f"model.base_adapters: no file or folder {folder}")
     second = (
         Path(folder) / "transformer_2"

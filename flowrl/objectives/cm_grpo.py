@@ -52,6 +52,7 @@ class CMGRPO:
     """Score regression, or clipped ratio, for one transition of a micro-batch."""
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "trajectory"
+    acts: ClassVar[Literal["policy", "old", "reference"]] = "policy"
 
     class Config(ComponentConfig):
         """Options of `CMGRPO`."""
