@@ -115,6 +115,7 @@ class Consistency(SamplerWrapper):
     def read_sigmas(self, scheduler: Any) -> tuple[float, ...]:
         """The levels as ``set_timesteps`` left them; the last is the data, or TCD's lowest level."""
         name = type(scheduler).__name__
+        levels: tuple[float, ...]
         if name in TABLES:
             final = float(scheduler.alphas_cumprod[0]) if name == "TCDScheduler" else 1.0
             levels = variance_preserving(scheduler.alphas_cumprod, scheduler.timesteps.tolist(), final)

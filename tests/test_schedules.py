@@ -105,6 +105,19 @@ def test_endpoints_invert_what_the_network_predicts(kind: str) -> None:
         torch.testing.assert_close(found[1], eps)
 
 
+def test_a_schedule_that_starts_at_pure_noise() -> None:
+    """Zero terminal SNR: alpha is 0, the flow's level 1, and a v prediction is minus the data."""
+    bars = diffusers.DDIMScheduler(**SD, rescale_betas_zero_snr=True).alphas_cumprod
+    first, second = variance_preserving(bars, [999, 499], 1.0)[:2]
+    x0, eps = draw(2, 3), draw(2, 3, seed=1)
+    assert first == 1 and first.alpha == 0
+    found = endpoints("v_prediction", -x0, eps, first)
+    torch.testing.assert_close(found, (x0, eps))
+    for name in ("ddim", "consistency", "tcd"):
+        step = law(name, x0, eps, first, second)
+        assert step.has_density and bool(step.log_prob(step.sample(eps)).isfinite().all())
+
+
 def test_endpoints_refuse_another_prediction() -> None:
     with pytest.raises(ValueError, match="not 'flow_prediction'"):
         endpoints("flow_prediction", draw(1, 1), draw(1, 1), alpha_bar(999)[0])
