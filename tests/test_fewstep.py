@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,8 @@ from tiny_fewstep import FEWSTEP, RELEASED
 from torch import Tensor
 
 from flowrl import registry
-from flowrl.build import find_adapter
-from flowrl.config import AdapterConfig
+from flowrl.build import build_run, find_adapter
+from flowrl.config import AdapterConfig, RunConfig
 from flowrl.errors import UserError
 from flowrl.mdp.adapters import add_lora, load_base_adapter, lora_slots
 from flowrl.mdp.policy import DTYPES, Policy
@@ -315,6 +316,50 @@ def test_evaluation_does_not_change_the_next_rollout(name: str) -> None:
     after = wrapper.rollout(request(0, 1), plan)
     assert torch.equal(before.latents, after.latents)
     assert torch.equal(wrapper.replay(before, 0).log_prob, after.log_probs[0])
+
+
+# -- the whole loop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sd21_ddim", "lcm", "sdxl_tcd", "anyflow", "consistency_model"])
+def test_two_iterations_of_training_and_an_evaluation(name: str, tmp_path: Path) -> None:
+    entry = FEWSTEP[name]
+    single = {"num_frames": 1} if name in MAPS else {}  # the reward sees pictures
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text, "class_label": row}) for row, text in enumerate(PROMPTS)]
+    prompts.write_text("\n".join(lines))
+    tree = {
+        "name": "x",
+        "model": {
+            "path": "in memory",
+            "device": "cpu",
+            "wrapper": entry.wrapper,
+            "adapter": {"kind": "full"},
+            "call": entry.tiny.call | single,
+        },
+        "sampler": {
+            "num_steps": entry.num_steps,
+            "kernel": entry.kernel,
+            "steps": {"name": "random_subset", "count": 1},
+            "guidance": entry.tiny.no_cfg,
+        },
+        "data": {"train": str(prompts), "held_out": str(prompts)},
+        "rewards": [{"name": "jpeg_compressibility"}],
+        "objective": {"name": "cm_grpo"},
+        "optimizer": {"lr": 1e-3},
+        "training": {"prompts_per_iteration": 2, "group_size": 2, "micro_batch_size": 2},
+        "evaluation": {"batch_size": 2, "max_prompts": 2},
+    }
+    run = build_run(RunConfig.model_validate(tree), pipe=entry.tiny.build())
+    before = {key: p.detach().clone() for key, p in run.policy.parameters().items()}
+    for _ in range(2):
+        metrics = run.trainer.run_iteration().metrics
+        assert metrics["optimizer/skipped"] == 0 and metrics["optimizer/grad_norm"] > 0
+        assert metrics["count/nfe_rollout"] == entry.num_steps and metrics["count/nfe_train"] == 1
+    assert run.trainer.state.ratio_first_max == 0
+    assert any(not torch.equal(p, before[key]) for key, p in run.policy.parameters().items())
+    assert run.evaluator is not None
+    assert run.evaluator.evaluate().scores.isfinite().all()
 
 
 # -- a LoRA that makes the model a few-step one --------------------------------------------------------------
