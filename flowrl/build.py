@@ -63,7 +63,7 @@ def build_run(config: RunConfig, recipe: Path | None = None, pipe: Any = None, t
         else []
     )
     check_objective(config, objective, kernel)
-    engine = Engine(config.model.device)
+    engine = Engine(config.model.device, config.distributed.timeout_s, config.distributed.sharding)
     engine.check_geometry(config.training.micro_batches, config.training.updates_per_pass)
     rewards = build_rewards(config.rewards, "rewards", recipe)
     judges = (
@@ -93,6 +93,14 @@ def build_run(config: RunConfig, recipe: Path | None = None, pipe: Any = None, t
             f"{config.model.wrapper.get('name')!r}: {wrapper.no_matching}; use grpo or cm_grpo"
         )
     policy = build_policy(config, pipe, objective, recipe)
+    if engine.sharded and objective.unit == "forward" and len(policy.networks) > 1:
+        raise UserError(
+            f"distributed.sharding = full, objective {config.objective.get('name')!r} and the networks "
+            f"{', '.join(policy.networks)}: processes would draw noise levels that need different networks "
+            "at the same time; use distributed.sharding=none, one network, or an objective on sampler steps "
+            "(grpo)"
+        )
+    engine.shard(policy.networks.values())
     pipe.to(engine.device)
     policy.snapshot()
     with policy.compute():

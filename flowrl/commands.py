@@ -51,10 +51,12 @@ def train(
             clear_run(folder.path)
         run = build_run(config, recipe, trust=trust)
         progress = RichProgress(console) if run.engine.is_main else None
-        if preflight and run.engine.is_main:
+        if preflight:
             from flowrl.tools.doctor import preflight_check
 
-            preflight_check(run, console)
+            # On every process: with sharded weights the network calls that it makes are communication.
+            with run.engine.together():
+                preflight_check(run, console if run.engine.is_main else Console(quiet=True))
         session = TrainingRun(config, run.trainer, run.evaluator, run.engine, folder, progress)
         try:
             summary = session.train(resume, allow_change)
@@ -153,6 +155,7 @@ def open_target(
 
 def load_weights(run: Any, folder: Path, weights: str) -> None:
     """Puts a run's newest checkpoint into its policy; the average takes the place of trained weights."""
+    from flowrl.mdp.shards import spread_like
     from flowrl.training.checkpoint import CheckpointStore
 
     checkpoint = CheckpointStore(folder / "checkpoints", readonly=True).latest()
@@ -165,7 +168,7 @@ def load_weights(run: Any, folder: Path, weights: str) -> None:
     if weights in ("ema", "auto") and "ema" in groups:
         parameters = run.policy.parameters()
         for name, tensor in groups["ema"].items():
-            parameters[name].data.copy_(tensor)
+            parameters[name].detach().copy_(spread_like(tensor, parameters[name]))
 
 
 def sample(

@@ -199,6 +199,17 @@ class CheckpointConfig(Section):
     keep: Positive = 2
 
 
+class DistributedConfig(Section):
+    """Several processes; how many there are is the launcher's business."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="seconds without a word from another process after which a run ends"
+    )
+    sharding: Literal["none", "full"] = Field(
+        "none", description="full: weights, gradients and optimizer state are spread over processes (FSDP2)"
+    )
+
+
 class TrackingConfig(Section):
     """Where curves go beside metrics.jsonl."""
 
@@ -227,6 +238,7 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @field_validator("rewards")

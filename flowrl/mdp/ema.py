@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flowrl.config import EmaConfig
+from flowrl.mdp.shards import exchange
 
 
 class Ema:
@@ -56,21 +57,18 @@ class Ema:
     def lend(self) -> Iterator[None]:
         """The network holds the average inside; its own weights come back on every kind of exit.
 
-        Storage is exchanged, not copied, so the weights that come back are the same bits. Nothing may train
-        inside, and the context does not nest.
+        The weights that come back are the same bits. Nothing may train inside, and the context does not nest.
         """
         if self._lent:
             raise RuntimeError("the network already holds the average: the context does not nest")
-        own = {name: p.data for name, p in self._parameters.items()}
+        average = {name: self.shadow[name].to(p.dtype) for name, p in self._parameters.items()}
+        own = exchange(self._parameters, average)
         self._lent = True
         try:
-            for name, p in self._parameters.items():
-                p.data = self.shadow[name].to(p.dtype)
             torch.clear_autocast_cache()  # it knows weights by object, not by content
             with torch.no_grad():
                 yield
         finally:
-            for name, p in self._parameters.items():
-                p.data = own[name]
+            exchange(self._parameters, own)
             torch.clear_autocast_cache()
             self._lent = False

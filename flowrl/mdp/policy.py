@@ -23,12 +23,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flowrl.config import AdapterConfig, EmaConfig
 from flowrl.errors import UserError
 from flowrl.mdp import adapters
 from flowrl.mdp.adapters import OLD, POLICY, Slot
 from flowrl.mdp.ema import Ema
+from flowrl.mdp.shards import exchange, spread_like
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REFERENCE = "reference"
@@ -119,7 +121,7 @@ class Policy:
         if self._lora:
             adapters.activate(self._layers, self._active(POLICY))
             if self._needs[OLD]:
-                self._copies[OLD] = {name: getattr(*slot).data for name, slot in self._find(OLD).items()}
+                self._copies[OLD] = {name: getattr(*slot).detach() for name, slot in self._find(OLD).items()}
                 self.update_old(0.0)
         else:
             for name in (REFERENCE, OLD):
@@ -160,7 +162,11 @@ class Policy:
                 network.eval()
         if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self._flagged[0].device.type, dtype=self.dtype)
+        # Its cache would keep a whole copy of weights that are sharded.
+        sharded = isinstance(self._flagged[0], DTensor)
+        return torch.autocast(
+            self._flagged[0].device.type, dtype=self.dtype, cache_enabled=False if sharded else None
+        )
 
     def acting(self) -> AbstractContextManager[None]:
         """The policy that is trained (inside `ema_weights`: its average)."""
@@ -229,7 +235,7 @@ class Policy:
                     )
         for group, tensors in mine.items():
             for name, tensor in tensors.items():
-                tensor.copy_(groups[group][name])
+                tensor.copy_(spread_like(groups[group][name], tensor))
         if self.ema is not None:
             self.ema.updates = int(mine["counters"]["ema_updates"])
 
@@ -266,12 +272,11 @@ class Policy:
             return
         if view == before:
             return
-        if self._own is None:
-            self._own = {name: p.data for name, p in self.parameters().items()}
-        tensors = self._own if view == POLICY else self._copies[view]
-        for name, p in self.parameters().items():
-            p.data = tensors[name]
-        if view == POLICY:
+        tensors = self._copies[view] if view != POLICY else self._own or {}
+        shown = exchange(self.parameters(), tensors)
+        if before == POLICY:
+            self._own = shown
+        elif view == POLICY:
             self._own = None
         torch.clear_autocast_cache()  # it knows weights by object, not by content
 

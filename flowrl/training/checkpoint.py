@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowrl.errors import UserError
+from flowrl.mdp.shards import spread_like
 from flowrl.training.run_folder import measure_file, open_regular, sync_folder, write_file
 from flowrl.training.tracking import exact_json, seal, unseal
 
@@ -298,8 +299,8 @@ def restore_optimizer(
         key, name = place.split("/", 1)
         parameter, group = owners[name]
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        # a copy, since the optimizer will update it in place
-        optimizer.state[parameter][key] = tensor.to("cpu" if on_host else parameter.device, copy=True)
+        own = tensor.to("cpu" if on_host else parameter.device, copy=True)  # the optimizer updates in place
+        optimizer.state[parameter][key] = spread_like(own, parameter)
 
 
 def _describe(
@@ -315,8 +316,7 @@ def _describe(
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -90,14 +90,12 @@ class Evaluator:
     def evaluate(self) -> Evaluation:
         """Samples every prompt and scores it; the same figures on every rank."""
         batches = self._batches()
-        images: dict[int, Tensor] = {}
-        scores: dict[int, Tensor] = {}
-        for number in range(self.engine.rank, len(batches), self.engine.world):
-            batch = batches[number]
+        images, scores = [], []
+        for batch in self._turns(batches):
             samples = to_samples(self._sample(batch), self.wrapper.call)
-            images[number] = samples.images
-            scores[number] = self.judges.score(
-                samples, [p.text for p, _ in batch], [p.metadata for p, _ in batch]
+            images.append(samples.images)
+            scores.append(
+                self.judges.score(samples, [p.text for p, _ in batch], [p.metadata for p, _ in batch])
             )
         all_scores = self._collect(scores, batches)
         all_images = self._collect(images, batches)
@@ -112,15 +110,20 @@ class Evaluator:
     def sample(self) -> tuple[Tensor, list[tuple[Prompt, int]]]:
         """Samples every prompt without scoring: images of all rows, and which prompt and member each is."""
         batches = self._batches()
-        mine = {
-            number: to_samples(self._sample(batches[number]), self.wrapper.call).images
-            for number in range(self.engine.rank, len(batches), self.engine.world)
-        }
+        mine = [to_samples(self._sample(batch), self.wrapper.call).images for batch in self._turns(batches)]
         return self._collect(mine, batches), [row for batch in batches for row in batch]
 
     def _batches(self) -> list[list[tuple[Prompt, int]]]:
         rows = [(prompt, member) for prompt in self.prompts for member in range(self.samples_per_prompt)]
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+
+    def _turns(self, batches: list[list[tuple[Prompt, int]]]) -> list[list[tuple[Prompt, int]]]:
+        """This rank's batches; where they run out, the last one again, which is not counted.
+
+        Every rank makes the same number of network calls: with sharded weights each is a communication.
+        """
+        surplus = -len(batches) % self.engine.world
+        return self.engine.share(batches + batches[-1:] * surplus)
 
     @torch.no_grad()
     def _sample(self, batch: list[tuple[Prompt, int]]) -> Tensor:
@@ -133,21 +136,17 @@ class Evaluator:
             output = self.wrapper.pipe(**arguments, output_type="pt", return_dict=False)[0]
         return output if isinstance(output, Tensor) else torch.stack(list(output))
 
-    def _collect(self, mine: dict[int, Tensor], batches: list[list[tuple[Prompt, int]]]) -> Tensor:
+    def _collect(self, mine: list[Tensor], batches: list[list[tuple[Prompt, int]]]) -> Tensor:
         """All ranks' rows in order; the last batch may be short, so rows are padded for the gathering."""
         if self.engine.world == 1:
-            return torch.cat([mine[number] for number in range(len(batches))])
-        per_rank = -(-len(batches) // self.engine.world)
-        shape = self.engine.largest_shape(next(iter(mine.values())).shape[1:] if mine else ())
+            return torch.cat(mine)
         padded = []
-        for i in range(per_rank):
-            block = torch.zeros(self.batch_size, *shape)
-            rows = mine.get(self.engine.rank + i * self.engine.world)
-            if rows is not None:
-                block[: len(rows)] = rows
+        for rows in mine:
+            block = rows.new_zeros(self.batch_size, *rows.shape[1:])
+            block[: len(rows)] = rows
             padded.append(block)
-        blocks = self.engine.gather_shares(padded).view(per_rank * self.engine.world, self.batch_size, *shape)
-        return torch.cat([blocks[number][: len(batch)] for number, batch in enumerate(batches)])
+        blocks = self.engine.gather_shares(padded).split(self.batch_size)
+        return torch.cat([block[: len(batch)] for block, batch in zip(blocks, batches, strict=False)])
 
     def _metrics(self, scores: Tensor, images: Tensor, rows: list[tuple[Prompt, int]]) -> dict[str, float]:
         metrics: dict[str, float] = {}

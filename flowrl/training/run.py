@@ -44,6 +44,7 @@ FREE_FIELDS = (
     "checkpoint",
     "tracking",
     "model.device",
+    "distributed",
 )
 PACKAGES = ("flowrl-suite", "torch", "diffusers", "transformers", "accelerate", "peft", "open_clip_torch")
 
@@ -98,18 +99,23 @@ class TrainingRun:
             UserError: for an occupied, unwritable or unfitting run folder.
             FloatingPointError: see `Trainer.run_iteration`.
         """
+        with self.engine.together():
+            return self._train(resume, allow_change)
+
+    def _train(self, resume: bool, allow_change: bool) -> dict[str, Any]:
         store = CheckpointStore(
             self.folder.checkpoints, self.config.checkpoint.keep, readonly=not self.engine.is_main
         )
         self._check_folder(store, resume, allow_change)
+        self.engine.barrier()  # the main process may have had to tidy the folder up
         checkpoint = store.latest() if resume else None
+        self.engine.agree(checkpoint.step if checkpoint is not None else -1, "the newest checkpoint")
         if checkpoint is not None:
             self._restore(checkpoint)
         if self.engine.is_main:
             done = self.trainer.state.iteration if checkpoint is not None else -1
             self.folder.truncate_metrics(done)
             self._tracker = self._open_tracker(done if checkpoint is not None else None)
-        self.engine.barrier()
         with GracefulStop() as stop:
             return self._loop(store, stop, fresh=checkpoint is None)
 
@@ -156,26 +162,25 @@ class TrainingRun:
         self.folder.write_config(self.config.model_dump(mode="json"), FREE_FIELDS, allow_change)
 
     def _save(self, store: CheckpointStore) -> None:
-        if not self.engine.is_main:
-            self.engine.barrier()
-            return
-        self.folder.sync()
-        groups = self.trainer.policy.tensors()
-        optimizer, options = flatten_optimizer(self.trainer.optimizer, self.trainer.policy.parameters())
-        state = self.trainer.state
-        store.save(
-            state.iteration,
-            {**groups, "optimizer": optimizer},
-            {
-                "train": dict(vars(state)),
-                "optimizer": options,
-                "scaler": self.trainer.scaler.state_dict(),
-                "history": self._history,
-                "policy_digest": digest(groups["policy"]),
-                "config_digest": self.config.digest(),
-                "versions": versions(),
-            },
-        )
+        policy, state = self.trainer.policy, self.trainer.state
+        optimizer, options = flatten_optimizer(self.trainer.optimizer, policy.parameters())
+        groups = {**policy.tensors(), "optimizer": optimizer}
+        groups = {name: self.engine.collect(tensors) for name, tensors in groups.items()}
+        if self.engine.is_main:
+            self.folder.sync()
+            store.save(
+                state.iteration,
+                groups,
+                {
+                    "train": dict(vars(state)),
+                    "optimizer": options,
+                    "scaler": self.trainer.scaler.state_dict(),
+                    "history": self._history,
+                    "policy_digest": digest(groups["policy"]),
+                    "config_digest": self.config.digest(),
+                    "versions": versions(),
+                },
+            )
         self.engine.barrier()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -191,8 +196,8 @@ class TrainingRun:
         self.trainer.scaler.load_state_dict(checkpoint.state["scaler"])
         self.trainer.state = TrainState(**checkpoint.state["train"])
         self._history = dict(checkpoint.state["history"])
-        found = digest(policy.tensors()["policy"])
-        if found != checkpoint.state["policy_digest"]:
+        found = digest(self.engine.collect(policy.tensors()["policy"]))
+        if self.engine.is_main and found != checkpoint.state["policy_digest"]:
             raise RuntimeError(
                 f"{checkpoint.path}: restored weights have SHA-256 {found}, saved were "
                 f"{checkpoint.state['policy_digest']}"

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,14 @@ class TrainState:
     updates: int = 0
     bad_updates: int = 0
     ratio_first_max: float | None = None
+
+
+class Part(NamedTuple):
+    """What belongs to one micro-batch: its number in the iteration, its rows' advantages and validity."""
+
+    number: int
+    advantages: Tensor
+    valid: Tensor
 
 
 @dataclass
@@ -183,14 +192,15 @@ class Trainer:
     def _optimize(self, trajectories: list[Trajectory], advantages: Advantages) -> dict[str, float]:
         """All passes over the samples of an iteration; metrics averaged over units, updates and ranks."""
         size = self.config.training.micro_batch_size
-        rows = [advantages.values[i : i + size] for i in range(0, len(advantages.values), size)]
-        valid = [advantages.valid[i : i + size] for i in range(0, len(advantages.valid), size)]
-        work = list(zip(trajectories, self.engine.share(rows), self.engine.share(valid), strict=True))
+        rows = advantages.values.split(size)
+        valid = advantages.valid.split(size)
+        parts = [Part(number, *advantage) for number, advantage in enumerate(zip(rows, valid, strict=True))]
+        work = list(zip(self.engine.share(parts), trajectories, strict=True))
         per_update = len(work) // self.config.training.updates_per_pass
         collected: dict[str, list[float]] = defaultdict(list)
         for number in range(self.config.training.inner_passes):
             for first in range(0, len(work), per_update):
-                update = self._update(work[first : first + per_update], number, first)
+                update = self._update(work[first : first + per_update], number)
                 for name, value in update.items():
                     collected[name].append(value)
         return {
@@ -198,22 +208,15 @@ class Trainer:
             for name, values in collected.items()
         } | {"optimizer/updates": float(self.state.updates)}
 
-    def _update(
-        self, work: list[tuple[Trajectory, Tensor, Tensor]], inner_pass: int, first: int
-    ) -> dict[str, float]:
+    def _update(self, work: list[tuple[Part, Trajectory]], inner_pass: int) -> dict[str, float]:
         """Accumulates the gradient of some micro-batches and takes one optimizer step."""
         collected: dict[str, list[float]] = defaultdict(list)
         self.optimizer.zero_grad(set_to_none=True)
-        units = [
-            (trajectory, rows, valid, unit)
-            for trajectory, rows, valid in work
-            for unit in self._units(trajectory)
-        ]
+        units = [(part, trajectory, unit) for part, trajectory in work for unit in self._units(trajectory)]
         share = 1.0 / (len(units) * self.engine.world)
-        for number, (trajectory, rows, valid, unit) in enumerate(units):
+        for part, trajectory, unit in units:
             with self._phase("replay"), self.policy.compute():
-                name = (self.config.seed, "unit", self.state.iteration, inner_pass, first, number)
-                step, gradient = self._step(trajectory, rows, valid, unit, name)
+                step, gradient = self._step(part, trajectory, unit, inner_pass)
                 loss, metrics = self.objective(step)
                 self.scaler.scale(loss * share).backward()
             for key, value in self._unit_metrics(step, metrics, gradient).items():
@@ -235,13 +238,15 @@ class Trainer:
         return range(self.objective.units_per_micro_batch)
 
     def _step(
-        self, trajectory: Trajectory, rows: Tensor, valid: Tensor, unit: int, name: tuple[int | str, ...]
+        self, part: Part, trajectory: Trajectory, unit: int, inner_pass: int
     ) -> tuple[TrajectoryStep | ForwardStep, list[Tensor]]:
         """One work unit, and a box that backward fills with the gradient at the network's output."""
-        rows, valid = rows.to(self.engine.device), valid.to(self.engine.device)
+        rows, valid = part.advantages.to(self.engine.device), part.valid.to(self.engine.device)
         gradient: list[Tensor] = []
         if not self._needs_steps:
-            return self._forward_step(trajectory, rows, valid, name), gradient
+            # Named by what is trained on, not by who does it: the draws are the same for any number of ranks.
+            name = (self.config.seed, "unit", self.state.iteration, inner_pass, part.number, unit)
+            return self._forward_step(trajectory, rows, valid, generator(*name)), gradient
         reference = None
         if self.objective.needs_reference:
             with torch.no_grad(), self.policy.reference():
@@ -256,16 +261,16 @@ class Trainer:
             reference=reference,
             log_prob=replay.log_prob,
             old_log_prob=trajectory.log_probs[unit],
+            action=trajectory.states[unit + 1],
             noise=replay.noise,
             old_projection=trajectory.projections[unit],
             advantages=rows,
             valid=valid,
         )
-            action=trajectory.states[unit + 1],
         return step, gradient
 
     def _forward_step(
-        self, trajectory: Trajectory, rows: Tensor, valid: Tensor, name: tuple[int | str, ...]
+        self, trajectory: Trajectory, rows: Tensor, valid: Tensor, draws: torch.Generator
     ) -> ForwardStep:
         assert trajectory.latents is not None
 
@@ -286,7 +291,7 @@ class Trainer:
             predict_old=predict_old,
             predict_reference=predict_reference,
             sigmas=trajectory.sigmas[:-1],
-            generator=generator(*name, self.engine.rank),
+            generator=draws,
             advantages=rows,
             valid=valid,
         )
@@ -296,7 +301,7 @@ class Trainer:
         options = self.config.optimizer
         self.engine.sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, options.max_grad_norm))
+        norm = self.engine.clip_gradients(self.parameters, options.max_grad_norm)
         lr = options.lr * min(1.0, (self.state.updates + 1) / max(1, options.warmup_updates))
         for group in self.optimizer.param_groups:
             # The recipe's, whatever a checkpoint says: a resumed run may go on with changed ones.
