@@ -12,7 +12,7 @@ from unittest.mock import patch
 import diffusers
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import CMStochasticIterativeScheduler, FlowMatchEulerDiscreteScheduler, SCMScheduler
 from test_wrapper import ALL, NONE, built, request, wrap
 from tiny import TINY, TINY_WRONG
 from torch import Tensor
@@ -21,7 +21,7 @@ from flowrl import registry
 from flowrl.errors import UserError
 from flowrl.mdp import wrapper as wrapper_module
 from flowrl.mdp.adapters import find_networks
-from flowrl.mdp.scheduler import PolicyScheduler
+from flowrl.mdp.scheduler import PolicyScheduler, idle, layout_of, unrounded
 from flowrl.mdp.wrapper import SamplerWrapper
 
 # The live value of a fault: shift=3 acts twice, in the constructor and in set_timesteps.
@@ -93,6 +93,94 @@ def test_steps_are_counted_and_the_base_takes_none(return_dict: bool) -> None:
         following = made.prev_sample if return_dict else made[0]
         assert following.dtype == torch.float32 and torch.equal(following, 1.5 * sample)
     assert calls == [0, 1, 2] and base.step_index is None
+
+
+def test_what_a_step_returns_can_be_named_indexed_and_unpacked() -> None:
+    scheduler = PolicyScheduler(FlowMatchEulerDiscreteScheduler(), lambda call, made, sample: 2 * sample)
+    one = torch.ones(1, 2)
+    made = scheduler.step(one, 1.0, one)
+    following, denoised = made
+    for value in (following, denoised, made[0], made.prev_sample):
+        assert torch.equal(value, 2 * one)
+
+
+def test_levels_are_narrowed_as_times_are() -> None:
+    """A pipeline that reads sigmas[i + 1] in its loop finds the end of the visible step i."""
+    base = FlowMatchEulerDiscreteScheduler()
+    scheduler = PolicyScheduler(base, no_step, jumps=lambda levels: 0.5 * levels[1:])
+    scheduler.set_timesteps(4)
+    own = base.sigmas
+    assert torch.equal(scheduler.sigmas, torch.cat([own[:1], 0.5 * own[1:]]))
+    scheduler.show(slice(2, 3))
+    assert scheduler.sigmas[0] == own[2] and scheduler.sigmas[1] == 0.5 * own[3]
+    scheduler.show(slice(4, None))
+    assert len(scheduler.timesteps) == 0
+    scheduler.show(torch.tensor([123.0]))
+    assert scheduler.sigmas is own
+
+
+def test_times_that_the_loop_leaves_out_stay_visible() -> None:
+    base = SCMScheduler()
+    scheduler = PolicyScheduler(base, no_step, spare_times=1)
+    scheduler.set_timesteps(4, intermediate_timesteps=None)
+    assert len(scheduler.timesteps) == 5
+    for step in range(4):
+        scheduler.show(slice(step, step + 1))
+        assert torch.equal(scheduler.timesteps[:-1], base.timesteps[step : step + 1])
+
+
+def test_the_input_is_scaled_for_the_step_that_is_next() -> None:
+    """Consistency models scale by the level of a counter, which nobody else advances."""
+    base = CMStochasticIterativeScheduler()
+    scheduler = PolicyScheduler(base, lambda call, made, sample: sample)
+    scheduler.set_timesteps(4)
+    sample, data = torch.ones(1, 3, 2, 2), base.config.sigma_data
+    for first in (0, 2):
+        scheduler._calls = 0
+        scheduler.show(slice(first, None))
+        for index, time in enumerate(scheduler.timesteps, start=first):
+            scaled = scheduler.scale_model_input(sample, time)
+            torch.testing.assert_close(scaled, sample / (base.sigmas[index] ** 2 + data**2) ** 0.5)
+            scheduler.step(sample, time, sample)
+
+
+# -- latents on their way to the loop and within it ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("axes", "scale"), [((0, 1, 2), 1.0), ((0, 2, 1), 1.0), ((0, 1, 2), 0.5)])
+def test_the_layout_of_latents_is_found_and_undone(
+    axes: tuple[int, ...], scale: float, dtype: torch.dtype
+) -> None:
+    for shape in ((2, 3, 5), (2, 4, 4)):
+        prepared = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+        sample = (scale * prepared.permute(axes)).to(dtype)
+        layout = layout_of(prepared, sample)
+        assert (layout.axes, layout.scale) == (axes, scale)
+        assert torch.equal(layout.undo(sample.float()), prepared)
+
+
+def test_another_change_of_the_latents_is_refused() -> None:
+    prepared = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    for sample in (prepared + 0.1, prepared.reshape(2, 15), prepared.flip(1)):
+        with pytest.raises(UserError, match="more than a permutation of axes and a constant factor"):
+            layout_of(prepared, sample)
+
+
+def test_the_state_between_steps_may_be_rounded_and_no_more() -> None:
+    state = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    assert unrounded(state, state.bfloat16()) is state
+    for sample in (state + 1e-3, (1.01 * state).bfloat16()):
+        with pytest.raises(UserError, match="changes its latents between two steps"):
+            unrounded(state, sample)
+
+
+def test_idle_networks_give_zeros_of_the_shape_of_their_state() -> None:
+    network = torch.nn.Linear(3, 7)
+    with idle([network]):
+        assert torch.equal(network(torch.ones(2, 3))[0], torch.zeros(2, 3))
+        assert [row.shape for row in network(hidden_states=[torch.ones(3), torch.ones(4)])[0]] == [(3,), (4,)]
+    assert network(torch.ones(2, 3)).shape == (2, 7)
 
 
 def test_copies_do_not_recurse() -> None:
