@@ -46,9 +46,8 @@ from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.registry import ComponentConfig, register
 
 TABLES = ("LCMScheduler", "TCDScheduler")
-FLOWS = ("FlowMatchLCMScheduler", "FlowMapEulerDiscreteScheduler")
-LEGAL = (*TABLES, "SCMScheduler", "CMStochasticIterativeScheduler", *FLOWS)
-FLOW_MAP = "FlowMapEulerDiscreteScheduler"
+SCM, CM, FLOW_MAP = "SCMScheduler", "CMStochasticIterativeScheduler", "FlowMapEulerDiscreteScheduler"
+LEGAL = (*TABLES, SCM, CM, "FlowMatchLCMScheduler", FLOW_MAP)
 LCM_SIGMA_DATA = 0.5  # LCM's own, in its boundary conditions
 
 
@@ -73,13 +72,13 @@ class Consistency(SamplerWrapper):
         if config.scheduler is not None:
             replace_scheduler(collaborators["pipe"], config.scheduler, "model.wrapper.scheduler")
         super().__init__(**collaborators)
-        name = type(self.pipe.scheduler).__name__
+        self._scheduler = type(self.pipe.scheduler).__name__
         self._by_class = "prompt" not in signature(self._plain_call).parameters
         if self._by_class:
             self.raw_output = "pt"  # consistency models work on pixels and know no other
-        if name == "SCMScheduler":
+        if self._scheduler == SCM:
             self.spare_times = 1  # it keeps the final time among its times
-        if name == FLOW_MAP and not hasattr(self.kernel, "destination"):
+        if self._scheduler == FLOW_MAP and not hasattr(self.kernel, "destination"):
             raise UserError(
                 "sampler.kernel: a flow map's network must be told where its jump ends, which this kernel "
                 "does not say; use consistency or tcd"
@@ -99,6 +98,11 @@ class Consistency(SamplerWrapper):
                 f"model.wrapper consistency: {name} with scale_factors, invert_sigmas or an s_noise other "
                 "than 1 does not re-noise to the level of its next step"
             )
+        if name == "TCDScheduler" and (config.clip_sample or config.thresholding):
+            raise UserError(
+                "model.wrapper consistency: a TCDScheduler with clip_sample or thresholding ignores them; "
+                "turn them off in its config"
+            )
 
     def arguments(
         self, request: Request, guidance: dict[str, Any] | None = None, num_steps: int | None = None
@@ -114,14 +118,13 @@ class Consistency(SamplerWrapper):
 
     def read_sigmas(self, scheduler: Any) -> tuple[float, ...]:
         """The levels as ``set_timesteps`` left them; the last is the data, or TCD's lowest level."""
-        name = type(scheduler).__name__
         levels: tuple[float, ...]
-        if name in TABLES:
-            final = float(scheduler.alphas_cumprod[0]) if name == "TCDScheduler" else 1.0
+        if self._scheduler in TABLES:
+            final = float(scheduler.alphas_cumprod[0]) if self._scheduler == "TCDScheduler" else 1.0
             levels = variance_preserving(scheduler.alphas_cumprod, scheduler.timesteps.tolist(), final)
-        elif name == "SCMScheduler":
+        elif self._scheduler == SCM:
             levels = _trigonometric(scheduler.timesteps.tolist(), scheduler.config.sigma_data)
-        elif name == "CMStochasticIterativeScheduler":
+        elif self._scheduler == CM:
             levels = _exploding(scheduler.sigmas.tolist(), scheduler.config.sigma_min)
         else:
             levels = tuple(float(level) for level in scheduler.sigmas)
@@ -130,20 +133,19 @@ class Consistency(SamplerWrapper):
 
     def to_flow(self, prediction: Tensor, state: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
         """By the data that the scheduler makes of the prediction, boundary conditions included."""
-        scheduler = self.pipe.scheduler
         if not isinstance(sigma, Level):
             return prediction, state
-        config, time = scheduler.config, sigma.time
-        if hasattr(scheduler, "alphas_cumprod"):
-            x0, eps = predicted_endpoints(scheduler, prediction, state, sigma)
-            if "timestep_scaling" in config:  # LCM
+        config, time = self.pipe.scheduler.config, sigma.time
+        if self._scheduler in TABLES:
+            x0, eps = predicted_endpoints(self.pipe.scheduler, prediction, state, sigma)
+            if self._scheduler == "LCMScheduler":
                 scaled = time * config.timestep_scaling
                 length = math.hypot(scaled, LCM_SIGMA_DATA)
                 x0 = scaled / length * x0 + (LCM_SIGMA_DATA / length) ** 2 * state
-        elif "clip_denoised" in config:  # consistency model
+        elif self._scheduler == CM:
             x0 = _consistency_model(prediction, state, time, config)
             eps = (state - x0) / sigma.sigma
-        else:  # TrigFlow
+        else:
             x0 = math.cos(time) * state - math.sin(time) * prediction
             eps = (math.sin(time) * state + math.cos(time) * prediction) / config.sigma_data
         return to_flow(x0, eps, sigma)
@@ -151,7 +153,7 @@ class Consistency(SamplerWrapper):
     def jumps(self, levels: Tensor, stochastic: Sequence[int]) -> Tensor:
         """For a flow map's stochastic steps the destination of the kernel, else the next level."""
         ends = levels[1:].clone()
-        if type(self.pipe.scheduler.base).__name__ == FLOW_MAP:
+        if self._scheduler == FLOW_MAP:
             for step in stochastic:
                 ends[step] = self.kernel.destination(float(ends[step]))  # type: ignore[attr-defined]
         return ends

@@ -14,7 +14,7 @@ import torch
 from peft import get_peft_model_state_dict
 from test_wrapper import NONE, PROMPTS, check_pixels, check_ratio, reached, traces
 from tiny import NEGATIVE
-from tiny_fewstep import FEWSTEP, RELEASED
+from tiny_fewstep import FEWSTEP, RELEASED, SD
 from torch import Tensor
 
 from flowrl import registry
@@ -442,6 +442,13 @@ def test_noise_that_is_not_that_of_the_schedule_is_refused() -> None:
     pipe.scheduler = diffusers.CMStochasticIterativeScheduler(s_noise=1.01)
     with pytest.raises(UserError, match="s_noise"):
         wrap("consistency_model", pipe)
+
+
+def test_clipping_that_a_scheduler_only_claims_is_refused() -> None:
+    pipe = FEWSTEP["sdxl_tcd"].tiny.build()
+    pipe.scheduler = diffusers.TCDScheduler(**SD, clip_sample=True)
+    with pytest.raises(UserError, match="TCDScheduler with clip_sample or thresholding ignores them"):
+        wrap("sdxl_tcd", pipe)
 
 
 def test_class_labels_are_those_of_the_prompts() -> None:
