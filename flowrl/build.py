@@ -176,13 +176,6 @@ def find_model(path: str, recipe: Path | None) -> str:
     return path
 
 
-def build_policy(config: RunConfig, pipe: Any, objective: Any, recipe: Path | None) -> Policy:
-    """The policy over the pipeline's denoisers; frozen base adapters are loaded first."""
-    networks = find_networks(pipe, config.model.networks)
-    names = []
-    for number, folder in enumerate(config.model.base_adapters):
-        name = f"base_{number}"
-        load_base_adapter(pipe, networks, find_adapter(folder, recipe), name)
 def find_adapter(path: str, recipe: Path | None) -> str | Path:
     """The local folder or file of a LoRA, or its hub id.
 
@@ -195,6 +188,13 @@ def find_adapter(path: str, recipe: Path | None) -> str | Path:
     return local or path
 
 
+def build_policy(config: RunConfig, pipe: Any, objective: Any, recipe: Path | None) -> Policy:
+    """The policy over the pipeline's denoisers; frozen base adapters are loaded first."""
+    networks = find_networks(pipe, config.model.networks)
+    names = []
+    for number, folder in enumerate(config.model.base_adapters):
+        name = f"base_{number}"
+        load_base_adapter(pipe, networks, find_adapter(folder, recipe), name)
         names.append(name)
     return Policy(
         networks,
@@ -283,13 +283,6 @@ def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
             "(flow_sde, dance_sde, cps, consistency, ddim, or tcd with eta above 0) or a forward-process "
             "objective (nft)"
         )
-
-
-def _file(value: str, key: str, recipe: Path | None) -> Path:
-    found = resolve_path(value, recipe)
-    if found is None:
-        raise UserError(f"{key} = {value!r}: no such file")
-    return found
     if getattr(objective, "on_policy", False) and config.training.inner_passes > 1:
         raise UserError(
             f"training.inner_passes = {config.training.inner_passes}: objective "
@@ -297,3 +290,10 @@ def _file(value: str, key: str, recipe: Path | None) -> Path:
             "stale samples uncorrected; use training.inner_passes=1, or an objective with a ratio "
             "(objective.form=ratio, or grpo)"
         )
+
+
+def _file(value: str, key: str, recipe: Path | None) -> Path:
+    found = resolve_path(value, recipe)
+    if found is None:
+        raise UserError(f"{key} = {value!r}: no such file")
+    return found
