@@ -217,8 +217,8 @@ def train_flow(
     batches = minibatches(len(latents), args.batch_size, args.steps - first)
     for step, chosen in enumerate(batches, start=first):
         clean = latents[chosen]
-        dropped = torch.rand(len(chosen)) < args.caption_dropout
-        caption = prompt_ids[chosen].masked_fill(dropped, len(prompts))
+        noise = args.caption_noise if step >= args.steps - args.noisy_steps else 0.0
+        caption = spoil(prompt_ids[chosen], len(prompts), noise, args.caption_dropout)
         text = text_encoder(token_ids[caption], attention_mask=masks[caption])[0]
         sigma = sample_times(len(chosen))
         noise = torch.randn_like(clean)
@@ -246,6 +246,17 @@ def train_flow(
             torch.save({"step": step + 1, **{k: v.state_dict() for k, v in trained.items()}}, state_file)
             ema.save(pipe, args.out)
     return ema
+
+
+def spoil(caption: torch.Tensor, num_prompts: int, noise: float, dropout: float) -> torch.Tensor:
+    """Prompt indices (B,) of which a share ``noise`` is of any prompt, and then ``dropout`` of the empty one.
+
+    Captions that are often wrong, as those of web pictures are, make a model that can do more than it shows:
+    it follows a prompt only part of the time. That is what reinforcement is good at mending.
+    """
+    wrong = torch.rand(len(caption)) < noise
+    caption = torch.where(wrong, torch.randint(num_prompts, caption.shape), caption)
+    return caption.masked_fill(torch.rand(len(caption)) < dropout, num_prompts)
 
 
 def sample_times(num: int) -> torch.Tensor:
@@ -289,12 +300,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ae-batch-size", type=int, default=16)
     parser.add_argument("--ae-lr", type=float, default=2e-3)
     parser.add_argument("--scenes", type=int, default=40_000, help="scenes the flow is trained on")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-size", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--lr-floor", type=float, default=0.05, help="last over peak learning rate")
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--ema", type=float, default=0.999)
+    parser.add_argument("--caption-noise", type=float, default=0.25, help="share of wrong captions")
+    parser.add_argument("--noisy-steps", type=int, default=600, help="the last steps, which have them")
     parser.add_argument("--caption-dropout", type=float, default=0.1)
     parser.add_argument("--save-every", type=int, default=500)
     parser.add_argument("--compile", action="store_true", help="a tenth faster, after a minute")
