@@ -52,7 +52,7 @@ METHODS = {
     "grpo_group": Method("GRPO, std of the group", "quickstart_grpo", ("advantage.std=group",)),
     "grpo_batch": Method("GRPO, std of the batch", "quickstart_grpo"),
     "grpo_none": Method("GRPO, no std", "quickstart_grpo", ("advantage.std=none",)),
-    "slas_0.25": Method("SLAS, gamma 0.25", "quickstart_slas", ("advantage.gamma=0.25",)),
+    "slas_0.0": Method("SLAS, gamma 0 (linear)", "quickstart_slas", ("advantage.gamma=0.0",)),
     "slas_0.5": Method("SLAS, gamma 0.5", "quickstart_slas"),
     "slas_1.0": Method("SLAS, gamma 1", "quickstart_slas", ("advantage.gamma=1.0",)),
     "nft": Method("DiffusionNFT", "quickstart_nft"),
@@ -122,7 +122,7 @@ def row(method: str, seeds: list[int], out: Path) -> str:
     for seed in seeds:
         folder = out / f"{method}_{seed}"
         summaries.append(json.loads((folder / "summary.json").read_text()))
-        rewards = curve(folder, "reward/scene/raw_mean")[1]
+        rewards = curve(folder, "reward/scene_soft/raw_mean")[1]
         train.append(statistics.mean(rewards[-3:]) - statistics.mean(rewards[:3]))
     gains = [s["reward_after"] - s["reward_before"] for s in summaries]
     best = [max(curve(out / f"{method}_{s}", f"eval/{HEADLINE}/mean")[1]) for s in seeds]
@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--iterations", type=int, default=24, help="of GRPO; the others get its evaluations")
+    parser.add_argument("--iterations", type=int, default=16, help="of GRPO; the others get its evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of a run")
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"))
