@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-CODE := flowrl pipelines rewards configs tests assets
+CODE := flowrl pipelines rewards configs tests assets docs
 PROSE := README.md CHANGELOG.md CONTRIBUTING.md Makefile docs flowrl pipelines rewards configs
 PYTEST_ARGS ?=
 

@@ -265,7 +265,7 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
         return pipe.scheduler
     import diffusers
 
-    cls = getattr(diffusers, name, None)
+    cls: Any = getattr(diffusers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
         legal = [n for n in dir(diffusers) if n.endswith("Scheduler")]
         raise UserError(

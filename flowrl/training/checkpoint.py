@@ -299,8 +299,8 @@ def restore_optimizer(
         key, name = place.split("/", 1)
         parameter, group = owners[name]
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        own = tensor.to("cpu" if on_host else parameter.device, copy=True)  # the optimizer updates in place
-        optimizer.state[parameter][key] = spread_like(own, parameter)
+        copied = tensor.to("cpu" if on_host else parameter.device, copy=True)  # updated in place later
+        optimizer.state[parameter][key] = spread_like(copied, parameter)
 
 
 def _describe(
