@@ -266,7 +266,8 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
     import diffusers
 
     cls: Any = getattr(diffusers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
+    known = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
+    if not known:
         legal = [n for n in dir(diffusers) if n.endswith("Scheduler")]
         raise UserError(
             f"evaluation.scheduler = {name!r}: no scheduler of diffusers{registry.nearest(name, legal)}"
