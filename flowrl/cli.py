@@ -261,8 +261,8 @@ def _choice(option: str, value: str, legal: tuple[str, ...]) -> None:
 
 def guarded(run: Callable[[], Any]) -> int:
     """Runs a command; user errors become one message and exit code 2."""
-    import click
-
+    # Recent versions of typer carry a click of their own, so its errors are known by a public subclass.
+    usage_error: Any = typer.BadParameter.__mro__[1]
     try:
         result = run()
     except UserError as error:
@@ -271,11 +271,11 @@ def guarded(run: Callable[[], Any]) -> int:
     except FloatingPointError as error:
         errors.print(f"[bold red]stopped:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         return 3
-    except click.exceptions.Abort:
+    except typer.Abort:
         return 130
-    except click.ClickException as error:
+    except usage_error as error:
         error.show()
-        return error.exit_code
+        return int(error.exit_code)
     return result if isinstance(result, int) else 0
 
 
@@ -287,6 +287,8 @@ def _plain(text: str) -> str:
 
 def main() -> None:
     """Entry point."""
+    # Idle OpenMP threads that spin make every CPU run crawl as soon as the machine does anything else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(
         level=os.environ.get("FLOWRL_LOG", "WARNING").upper(),
         format="%(message)s",
