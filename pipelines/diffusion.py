@@ -6,7 +6,7 @@ also says whether the predicted x0 is clipped. `flowrl.mdp.schedules` takes both
 live: ``ddim`` is the classic choice, and every other one works as well.
 
 Differs from diffusers' DDIMScheduler in one place: a step ends at the level of the next step, whereas theirs
-ends at t - N // T, which is the same if timestep_spacing is "leading" or T divides N.
+ends at t - N // T, which is the same if timestep_spacing is "leading", or "trailing" and T divides N.
 """
 
 from __future__ import annotations

@@ -139,6 +139,15 @@ def test_target_carries_no_gradient_and_value_is_the_formula() -> None:
     assert float(gradient) == pytest.approx(slope, rel=1e-5)
 
 
+def test_a_student_that_is_right_already_has_a_finite_gradient() -> None:
+    """A fresh student is its teacher, so that at s = 0 the distance is exactly 0: a kink if huber were 0."""
+    with pytest.raises(UserError, match=r"objective\.huber"):
+        objective(huber=0.0)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss, _ = objective()(step((0.05,), lambda x, sigma: scale * velocity(x, sigma), 0))
+    assert loss.item() == 0 and torch.autograd.grad(loss, scale)[0] == 0
+
+
 def test_samples_come_from_the_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout of an iteration does not depend on what the student has learnt."""
     monkeypatch.chdir(ROOT)

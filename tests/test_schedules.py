@@ -134,6 +134,15 @@ def test_part_of_a_level_is_taken_on_its_own_time() -> None:
     assert part(angle, 0.5) == trig(0.6)[0]
 
 
+@pytest.mark.parametrize("tenths", range(1, 10))
+def test_the_destination_of_tcd_is_the_step_of_exact_arithmetic(tenths: int) -> None:
+    """(1 - 0.9) * 750 is 74.99999999999999 in floats; the step is 75, as in diffusers."""
+    law = kernel("tcd", eta=tenths / 10)
+    times = range(10, 1000)
+    found = [law.destination(level) for level in alpha_bar(*times)[:-1]]
+    assert found == [alpha_bar((10 - tenths) * time // 10)[0] for time in times]
+
+
 # -- the formulas of each schedule ---------------------------------------------------------------------------
 
 

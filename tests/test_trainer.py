@@ -243,7 +243,7 @@ def test_network_evaluations_follow_the_formula(cfg: bool, split: str) -> None:
     metrics = run.trainer.run_iteration().metrics
     each = 2 if cfg else 1
     trained = len(run.trainer.plan(0).trained)
-    assert 0 < trained < 3  # the last step of flow_sde has no noise
+    assert 0 < trained < 3  # the last step of flow_sde is left out
     assert metrics["count/nfe_rollout"] == 3 * each
     assert metrics["count/nfe_train"] == trained * 2 * 2 * each
     assert metrics["count/stored_latents"] == trained + 1

@@ -88,7 +88,8 @@ def variance_preserving(alpha_bars: Tensor, times: list[int], final: float) -> t
     table = alpha_bars.double().tolist()
 
     def curve(time: float) -> float:
-        alpha, sigma = _roots(table[math.floor(time)]) if time > 0 else (1.0, 0.0)
+        # (1 - 0.9) * 750 is 74.99999999999999
+        alpha, sigma = _roots(table[math.floor(time + 1e-9)]) if time > 0 else (1.0, 0.0)
         return sigma / (alpha + sigma)
 
     bars = [(table[time], time) for time in times] + [(final, 0)]

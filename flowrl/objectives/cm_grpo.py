@@ -20,7 +20,7 @@ for staleness, and clips.
 A step's gradient is A noise / std per dim of the mean, so that late steps weigh most. ``step_weights``:
 
     none         1
-    std          std: all steps weigh alike
+    std          std: the mean's gradient has one size at all steps, that of x0 keeps its factor alpha
     std_over_dt  std / max(|sigma - sigma_next|, 1e-6), the option of the authors' code
 
 Source: arXiv 2605.15190 (eq. 8 to 10, algorithm 2). Published: regression, one random transition an

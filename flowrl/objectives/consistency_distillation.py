@@ -10,8 +10,9 @@ neighbouring noise levels sigma > s of the rollout's grid, a teacher sample x0 a
     loss    = mean over rows of (sqrt(|d|^2 + c^2) - c) / (sigma - s) / sqrt(D),    c = huber sqrt(D)
 
 At s = 0 the second term is x_s: there the student learns the teacher's own endpoint, and from there it
-spreads to higher levels. The samples x0 are the teacher's (the rollout acts by the reference policy, with
-the recipe's guidance, which is distilled as well), so a prompt file is all that is needed. The student is
+spreads to higher levels. The samples x0 are the teacher's (the rollout acts by the reference policy), so a
+prompt file is all that is needed. Teacher and student are both called with the recipe's guidance, with which
+the student is to be deployed: classifier-free guidance still costs it two forward passes a step. It is
 deployed by the consistency sampler x_s = (1 - s) f + s noise (``FlowMatchLCMScheduler``).
 
 Source: consistency distillation, arXiv 2303.01469; latent consistency models, arXiv 2310.04378; the
@@ -45,7 +46,7 @@ class ConsistencyDistillation:
     class Config(ComponentConfig):
         """Options of `ConsistencyDistillation`."""
 
-        huber: float = Field(5.4e-4, ge=0, description="where the distance turns from square to absolute")
+        huber: float = Field(5.4e-4, gt=0, description="where the distance turns from square to absolute")
         units_per_micro_batch: int = Field(4, ge=1, description="noise levels per micro-batch and pass")
 
     def __init__(self, config: Config) -> None:
