@@ -23,6 +23,7 @@ SMALL = (
     "training.prompts_per_iteration=2",
     "training.group_size=2",
     "training.micro_batch_size=2",
+    "training.updates_per_pass=1",
     "sampler.num_steps=2",
     "tracking.tensorboard=false",
     "evaluation.max_prompts=2",
