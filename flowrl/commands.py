@@ -79,6 +79,7 @@ def train(
 
 def distill(recipe: Path, overrides: list[str], *, plugins: list[str], trust: bool, **options: Any) -> None:
     """Trains a distillation recipe and exports the student; see ``flowrl distill --help``."""
+    one_process("distill")
     config = read_recipe(recipe, overrides, plugins)
     objective = registry.get("objective", str(config.objective["name"]))
     if objective.acts != "reference":
@@ -93,6 +94,12 @@ def distill(recipe: Path, overrides: list[str], *, plugins: list[str], trust: bo
         console = options["console"]
         shutil.rmtree(out, ignore_errors=True)  # of an earlier end of the same run
         export(folder, out, form="pipeline", weights="auto", plugins=plugins, trust=trust, console=console)
+
+
+def one_process(command: str) -> None:
+    """Raises UserError for a command that a launcher has started several times."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"flowrl {command} runs in one process: start it without accelerate or torchrun")
 
 
 def read_recipe(recipe: Path, overrides: list[str], plugins: list[str]) -> RunConfig:
@@ -195,6 +202,8 @@ def sample(
     evaluator = evaluator_of(run, texts, samples_per_prompt=count, seed=seed)
     with run.policy.acting():
         images, rows = evaluator.sample()
+    if not run.engine.is_main:
+        return
     out.mkdir(parents=True, exist_ok=True)
     for number, image in enumerate(images):
         still = image if image.ndim == 3 else image[image.shape[0] // 2]
@@ -231,6 +240,8 @@ def evaluate(
         raise UserError("data.held_out: no prompts to evaluate on; give a file")
     with run.policy.acting():
         result = run.evaluator.evaluate()
+    if not run.engine.is_main:
+        return
     report = {
         "target": str(target),
         "weights": weights,
@@ -271,6 +282,7 @@ def doctor(
     console: Console,
 ) -> int:
     """Examines a recipe; the exit code is 2 if it has a problem."""
+    one_process("doctor")
     _, run = open_target(recipe, overrides, plugins, "auto", trust)
     from flowrl.tools.doctor import examine, print_diagnosis
 
@@ -304,6 +316,7 @@ def export(
     console: Console,
 ) -> None:
     """Writes a run's weights for diffusers and verifies them by loading them afresh."""
+    one_process("export")
     if not folder.is_dir():
         raise UserError(f"{folder} is not the folder of a run")
     config, run = open_target(folder, [], plugins, weights, trust)
