@@ -109,8 +109,9 @@ def test_sample_writes_pictures_and_what_they_are(flowrl: Run, trained: Path, pl
     flowrl("sample", trained, *options, "--count", 2, "--seed", 3, "--out", out)
     records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["member"]) for r in records] == [(p, m) for p in prompts for m in (0, 1)]
-    pixels = {Image.open(out / r["file"]).tobytes() for r in records}
-    assert len(pixels) == 4 and Image.open(out / "0000.png").size == (64, 64)
+    pixels = {(out / r["file"]).read_bytes() for r in records}
+    with Image.open(out / "0000.png") as picture:
+        assert len(pixels) == 4 and picture.size == (64, 64)
     assert json.loads((out / "settings.json").read_text())["seed"] == 3 and (out / "grid.png").is_file()
     again = place / "again"
     flowrl("sample", trained, *options, "--count", 2, "--seed", 3, "--out", again, "--weights", "ema")
