@@ -5,6 +5,7 @@ Cheap checks come first, so that a wrong recipe is refused before any weights ar
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from flowrl.config import RunConfig, resolve_path
 from flowrl.errors import UserError
 from flowrl.mdp.adapters import find_networks, load_base_adapter
 from flowrl.mdp.policy import Policy
+from flowrl.mdp.schedules import on_flow
 from flowrl.mdp.steps import trainable
 from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.reward import RewardSet, WeightedReward
@@ -218,8 +220,8 @@ def build_rewards(specs: list[dict[str, Any]], where: str, recipe: Path | None) 
         name = str(options.get("name", ""))
         label = options.pop("label", name)
         key = f"{where}.{number}"
-        if not isinstance(weight, int | float) or isinstance(weight, bool):
-            raise UserError(f"{key}.weight = {weight!r}: a number is needed")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
+            raise UserError(f"{key}.weight = {weight!r}: a finite number is needed")
         if not isinstance(label, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", label):
             raise UserError(f"{key}.label = {label!r}: letters, digits, '_', '-' and '.' only")
         for path_key in ("model", "weights"):
@@ -258,7 +260,7 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
     """The scheduler that evaluation and export use: the pipeline's own, or ``evaluation.scheduler``.
 
     Raises:
-        UserError: if diffusers has no such scheduler.
+        UserError: if diffusers has no such scheduler, or only one of the two has the noise levels of a flow.
     """
     name = config.evaluation.scheduler
     if name is None:
@@ -272,7 +274,13 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
         raise UserError(
             f"evaluation.scheduler = {name!r}: no scheduler of diffusers{registry.nearest(name, legal)}"
         )
-    return cls.from_config(pipe.scheduler.config)
+    scheduler = cls.from_config(pipe.scheduler.config)
+    if on_flow(scheduler) != on_flow(pipe.scheduler):
+        raise UserError(
+            f"evaluation.scheduler = {name!r}: {type(pipe).__name__} has a {type(pipe.scheduler).__name__}, "
+            f"whose noise schedule {name} cannot take over; its samples would be noise"
+        )
+    return scheduler
 
 
 def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:

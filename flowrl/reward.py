@@ -94,6 +94,10 @@ class RewardSet:
         columns = []
         for member in self.members:
             column = member.reward(samples, prompts, metadata)
+            if not isinstance(column, Tensor):
+                raise UserError(
+                    f"reward {member.name!r} returned a {type(column).__name__}, expected a tensor"
+                )
             if tuple(column.shape) != (len(samples),):
                 raise UserError(
                     f"reward {member.name!r} returned shape {tuple(column.shape)}, expected ({len(samples)},)"

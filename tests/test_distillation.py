@@ -185,6 +185,13 @@ def test_unknown_scheduler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build_run(config)
 
 
+def test_a_scheduler_of_another_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load("configs/distill_shapes.yaml", ["evaluation.scheduler=DDIMScheduler"])
+    with pytest.raises(UserError, match=r"evaluation\.scheduler = 'DDIMScheduler'.*would be noise"):
+        build_run(config)
+
+
 def test_distill_refuses_an_objective_that_distils_nothing() -> None:
     with pytest.raises(UserError, match="'nft' distils nothing"):
         commands.distill(ROOT / "configs" / "quickstart_nft.yaml", [], plugins=[], trust=False)

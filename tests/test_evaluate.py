@@ -207,6 +207,18 @@ def test_wrong_guidance_is_refused_when_the_run_is_built(guidance: str, said: st
         tiny_run(f"evaluation.guidance={guidance}")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.call.height=-3", r"refuses model\.call = \{.*-3.*divisible"),
+        ("rewards.0.weight=.inf", r"rewards\.0\.weight = inf: a finite number"),
+    ],
+)
+def test_wrong_values_are_refused_when_the_run_is_built(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tiny_run(override)
+
+
 def test_evaluation_may_skip_layers_by_position_though_training_may_not() -> None:
     options = "{skip_guidance_layers: [1], guidance_scale: 2.0}"
     assert tiny_run(f"evaluation.guidance={options}").evaluator is not None

@@ -192,6 +192,12 @@ def test_a_set_of_rewards_takes_finite_pixels_in_0_to_1(pixel: float, error: typ
     assert rewards.score(Samples(images), ["a", "b"], [{}, {}]).tolist() == [[0.0], [pytest.approx(1 / 48)]]
 
 
+def test_a_reward_that_returns_no_tensor_is_named() -> None:
+    rewards = RewardSet([WeightedReward("listed", lambda *_: [0.0, 1.0], 1.0)])  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match="'listed' returned a list, expected a tensor"):
+        rewards.score(Samples(torch.zeros(2, 3, 4, 4)), ["a", "b"], [{}, {}])
+
+
 def test_a_reward_of_the_wrong_shape_is_named() -> None:
     def pixelwise(samples: Samples, prompts: Any, metadata: Any) -> Tensor:
         return samples.images.mean(dim=1)

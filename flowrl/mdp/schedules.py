@@ -146,6 +146,11 @@ def replace_scheduler(pipe: Any, name: str, where: str) -> None:
     pipe.scheduler = wanted.from_config(own.config, **options)
 
 
+def on_flow(scheduler: Any) -> bool:
+    """Whether a scheduler's noise levels are those of a flow."""
+    return type(scheduler).__name__.startswith("FlowM") or bool(scheduler.config.get("use_flow_sigmas"))
+
+
 def is_table(scheduler: Any) -> bool:
     """Whether a scheduler's noise levels are a table of alpha_bar for a network of a diffusion model."""
     return hasattr(scheduler, "alphas_cumprod") and (

@@ -105,7 +105,10 @@ def export_lora(pipe: Any, networks: Mapping[str, nn.Module], out: str | Path, n
             for key, slot in lora_slots(network, name).items()
         }
         if not weights:
-            raise UserError(f"{component} has no adapter {name!r}: full fine-tuning exports as form=pipeline")
+            raise UserError(
+                f"{component} has no adapter {name!r}: full fine-tuning exports as form=pipeline "
+                "(--form pipeline)"
+            )
         second = component == SECOND and SECOND in getattr(pipe, "_lora_loadable_modules", ())
         key = "transformer" if second else component
         layers, metadata = f"{key}_lora_layers", f"{key}_lora_adapter_metadata"
@@ -222,6 +225,7 @@ def verify_export(
         UserError: if the pictures differ from the trained ones, or do not differ from the start pipeline's.
     """
     pipe = make_pipe()
+    pipe.set_progress_bar_config(disable=True)
     start = render(pipe, call)
     if (Path(out) / "model_index.json").is_file():
         dtype = next(m.dtype for m in pipe.components.values() if isinstance(m, nn.Module))
