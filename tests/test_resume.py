@@ -81,8 +81,35 @@ def test_r14_a_changed_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(ROOT)
     train(recipe("quickstart", tmp_path, 1), resume=False)
     changed = recipe("quickstart", tmp_path, 2, "optimizer.lr=1e-5")
-    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.0003 -> 1e-05"):
+    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.0005 -> 1e-05"):
         train(changed, resume=True)
+
+
+def test_a_change_that_the_checkpoint_cannot_take_leaves_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    lora = "model.adapter={kind: lora, rank: "
+    first = recipe("quickstart", tmp_path, 1, lora + "2}")
+    train(first, resume=False)
+    kept = RunFolder(first.output, first.name).path / "config.yaml"
+    before = kept.read_bytes()
+    with pytest.raises(UserError, match="this policy has"):
+        train(recipe("quickstart", tmp_path, 2, lora + "4}"), resume=True, allow_change=True)
+    assert kept.read_bytes() == before
+    assert train(first, resume=True)["status"] == "finished"
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    first = recipe("quickstart", tmp_path, 1)
+    train(first, resume=False)
+    timings = RunFolder(first.output, first.name).timings
+    spent = timings.sum_of("total", "evaluate")
+    assert spent > 0
+    assert train(first, resume=True)["wall_s"] >= round(spent, 2)
 
 
 def test_a_change_that_is_allowed_takes_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +122,7 @@ def test_a_change_that_is_allowed_takes_effect(tmp_path: Path, monkeypatch: pyte
     used = checkpoint.state["optimizer"]["options"][0]
     assert {name: used[name] for name in options} == options
     rows = (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row).get("optimizer/lr") for row in rows] == [None, 3e-4, 1e-5]
+    assert [json.loads(row).get("optimizer/lr") for row in rows] == [None, 5e-4, 1e-5]
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

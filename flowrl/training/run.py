@@ -113,8 +113,11 @@ class TrainingRun:
         if checkpoint is not None:
             self._restore(checkpoint)
         if self.engine.is_main:
+            # not before: a checkpoint that does not fit a changed recipe leaves the folder as it was
+            self.folder.store_config(self.config.model_dump(mode="json"))
             done = self.trainer.state.iteration if checkpoint is not None else -1
             self.folder.truncate_metrics(done)
+            self._seconds = self.folder.timings.sum_of("total", "evaluate")
             self._tracker = self._open_tracker(done if checkpoint is not None else None)
         with GracefulStop() as stop:
             return self._loop(store, stop, fresh=checkpoint is None)
@@ -128,6 +131,7 @@ class TrainingRun:
         before = self._seconds
         if fresh:
             self._log(0, IterationResult(self._evaluate(0)))
+            self._seconds = before + time.perf_counter() - started
         stopped = False
         while state.iteration < total and not stopped:
             result = self.trainer.run_iteration()
@@ -159,7 +163,7 @@ class TrainingRun:
                 f"{self.folder.path} already holds a run; go on with --resume auto, start over with --fresh, "
                 "or choose another name=..."
             )
-        self.folder.write_config(self.config.model_dump(mode="json"), FREE_FIELDS, allow_change)
+        self.folder.check_config(self.config.model_dump(mode="json"), FREE_FIELDS, allow_change)
 
     def _save(self, store: CheckpointStore) -> None:
         policy, state = self.trainer.policy, self.trainer.state

@@ -200,7 +200,7 @@ class RunFolder:
         try:
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"cannot read {path}: {error}") from error
+            raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
         if not isinstance(config, dict):
             raise UserError(f"{path} holds no mapping")
         return config
@@ -208,7 +208,14 @@ class RunFolder:
     def write_config(
         self, config: Mapping[str, Any], free: Collection[str] = (), allow_change: bool = False
     ) -> None:
-        """Writes the resolved config, after a comparison with that of the run so far.
+        """`check_config`, then `store_config`."""
+        self.check_config(config, free, allow_change)
+        self.store_config(config)
+
+    def check_config(
+        self, config: Mapping[str, Any], free: Collection[str] = (), allow_change: bool = False
+    ) -> None:
+        """Compares the resolved config with that of the run so far.
 
         Args:
             config: the resolved config as plain data.
@@ -218,8 +225,6 @@ class RunFolder:
         Raises:
             UserError: listing the changed fields with old and new values.
         """
-        import yaml
-
         old = self.read_config()
         changes = [] if old is None else changed_fields(old, config, free)
         if changes:
@@ -227,6 +232,11 @@ class RunFolder:
             if not allow_change:
                 raise UserError(f"{self.path} was started with another config: {listed}; see --allow-change")
             logger.warning("%s goes on with a changed config: %s", self.path, listed)
+
+    def store_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the resolved config."""
+        import yaml
+
         text = yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text.encode())
 

@@ -79,6 +79,13 @@ class JsonLines:
                 raise UserError(f"cannot write {self.path}: {error.strerror}") from error
         return len(lines) - len(kept)
 
+    def sum_of(self, *keys: str) -> float:
+        """The sum of some figures over all lines, none of which may be torn (see `truncate`)."""
+        if not self.path.exists():
+            return 0.0
+        records = [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        return float(sum(record.get(key) or 0.0 for record in records for key in keys))
+
 
 class Tracker(Protocol):
     """A view of a run's figures."""
