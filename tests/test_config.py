@@ -16,6 +16,7 @@ from flowrl.config import Component, RunConfig, TrainingConfig, load
 from flowrl.errors import UserError
 from flowrl.registry import ComponentConfig, parse
 from flowrl.safe_yaml import parse_yaml
+from flowrl.training.distributed import Engine
 
 RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 MINIMAL: dict[str, Any] = {
@@ -447,3 +448,8 @@ def test_a_shipped_recipe_finds_its_files(path: Path) -> None:
     run = load(path)
     for value in filter(None, (run.data.train, run.data.held_out)):
         assert config.resolve_path(value, path) is not None, f"{path.name}: no file {value}"
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.device = 'gpu'; legal: auto, cpu, cuda, cuda:N"):
+        Engine("gpu")

@@ -13,6 +13,7 @@ Start several processes with ``accelerate launch`` or ``torchrun``; this file st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,6 +53,8 @@ class Engine:
         Raises:
             UserError: if the device does not exist, or all ranks are sent to one.
         """
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise UserError(f"model.device = {device!r}; legal: auto, cpu, cuda, cuda:N")
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"model.device = {device!r}: no CUDA device here; legal: auto, cpu")
         handler = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))

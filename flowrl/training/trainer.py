@@ -219,7 +219,7 @@ class Trainer:
                 step, gradient = self._step(part, trajectory, unit, inner_pass)
                 loss, metrics = self.objective(step)
                 self.scaler.scale(loss * share).backward()
-            # Clamps turn the gradient of what is not finite into 0: such an update must not pass for a good one.
+            # A clamp turns the gradient of what is not finite into 0, which must not pass for a good one.
             if not all(map(math.isfinite, (loss.item(), *metrics.values()))):
                 self.parameters[0].grad = torch.full_like(self.parameters[0], math.nan)
             for key, value in self._unit_metrics(step, metrics, gradient).items():
