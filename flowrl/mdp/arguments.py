@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -41,3 +43,16 @@ def check_arguments(
                 f"{section}.{key} = {value!r} treats steps by their position in the sampler's "
                 f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"
             )
+
+
+@contextmanager
+def refusals(pipe: Any, call: dict[str, Any], guidance: dict[str, Any]) -> Iterator[None]:
+    """Makes a UserError of what the pipeline's own check of its arguments raises."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not any(frame.name == "check_inputs" for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise UserError(
+            f"{type(pipe).__name__} refuses model.call = {call} with sampler.guidance = {guidance}: {error}"
+        ) from error

@@ -9,7 +9,6 @@ Shapes: B rows of a micro-batch, ``*`` event dims, T sampler steps.
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from flowrl.errors import UserError
 from flowrl.kernel import Kernel
 from flowrl.mdp.adapters import find_networks
-from flowrl.mdp.arguments import check_arguments
+from flowrl.mdp.arguments import check_arguments, refusals
 from flowrl.mdp.conditioning import ConditionalGradient, PromptCache, rows_of_call
 from flowrl.mdp.scheduler import (
     Layout,
@@ -281,11 +280,7 @@ class SamplerWrapper(ABC):
         return to_samples(images, self.call)
 
     def schedule(self) -> tuple[float, ...]:
-        """The (T + 1,) noise levels of a call with the recipe's arguments, found by a call of one row.
-
-        Raises:
-            UserError: if the pipeline's own check refuses the arguments.
-        """
+        """The (T + 1,) noise levels of a call of one row; UserError if the pipeline refuses its arguments."""
         levels: list[tuple[float, ...]] = []
 
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
@@ -295,16 +290,8 @@ class SamplerWrapper(ABC):
             self._grid = (levels[0][::-1], tuple(float(t) for t in times)[::-1])
             return sample
 
-        try:
-            with torch.no_grad():
-                self._run(self.probe, on_step, slice(0, 1), None)
-        except (TypeError, ValueError) as error:
-            if not any(frame.name == "check_inputs" for frame in traceback.extract_tb(error.__traceback__)):
-                raise
-            raise UserError(
-                f"{type(self.pipe).__name__} refuses model.call = {self.call} with sampler.guidance = "
-                f"{self.guidance}: {error}"
-            ) from error
+        with torch.no_grad(), refusals(self.pipe, self.call, self.guidance):
+            self._run(self.probe, on_step, slice(0, 1), None)
         return levels[0]
 
     def stds(self, sigmas: Sequence[float]) -> list[float]:
