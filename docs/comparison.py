@@ -52,7 +52,6 @@ METHODS = {
     "grpo_group": Method("GRPO, std of the group", "quickstart_grpo", ("advantage.std=group",)),
     "grpo_batch": Method("GRPO, std of the batch", "quickstart_grpo"),
     "grpo_none": Method("GRPO, no std", "quickstart_grpo", ("advantage.std=none",)),
-    "slas_0.0": Method("SLAS, gamma 0 (linear)", "quickstart_slas", ("advantage.gamma=0.0",)),
     "slas_0.5": Method("SLAS, gamma 0.5", "quickstart_slas"),
     "slas_1.0": Method("SLAS, gamma 1", "quickstart_slas", ("advantage.gamma=1.0",)),
     "nft": Method("DiffusionNFT", "quickstart_nft"),
