@@ -39,7 +39,7 @@ def test_r1_killed_three_times_and_resumed_equals_unbroken(
 def test_r6_signals_stop_a_run_that_resumes_to_the_same_end(
     unbroken: tuple[dict[str, str], float], tmp_path: Path
 ) -> None:
-    """SIGINT again and again: at once, with nothing more written. SIGTERM: after a checkpoint."""
+    """SIGINT again and again: at once, without a checkpoint. SIGTERM: after a checkpoint."""
     seldom = "checkpoint.every=100"  # so that a checkpoint in between is the signal's
     run = start(tmp_path, seldom)
     wait_for(run, lambda: lines(tmp_path) >= 2)
@@ -48,7 +48,8 @@ def test_r6_signals_stop_a_run_that_resumes_to_the_same_end(
         time.sleep(0.02)
     assert run.exitcode == 130
     assert not (folder(tmp_path) / "summary.json").exists()
-    assert not list((folder(tmp_path) / "checkpoints").iterdir())
+    # The first signal may have begun a save before the second ended it: a torso is no checkpoint.
+    assert CheckpointStore(folder(tmp_path) / "checkpoints", readonly=True).latest() is None
 
     run = start(tmp_path, seldom)
     wait_for(run, lambda: lines(tmp_path) == 1)  # it starts over, as there is no checkpoint
