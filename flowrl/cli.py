@@ -41,6 +41,11 @@ Plugin = Annotated[
     typer.Option(help="A .py file or module whose @register lines add rewards, kernels, objectives, ..."),
 ]
 Trust = Annotated[bool, typer.Option(help="Let a hub repository run its own Python code.")]
+Resume = Annotated[
+    str, typer.Option(help="auto: go on from the newest intact checkpoint; never: start a new run.")
+]
+Fresh = Annotated[bool, typer.Option(help="Delete what an earlier run of this name left.")]
+Preflight = Annotated[bool, typer.Option(help="Run the short doctor check first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, nothing else.")]
 
 
@@ -48,12 +53,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, n
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: go on from the newest intact checkpoint; never: start a new run.")
-    ] = "never",
-    fresh: Annotated[bool, typer.Option(help="Delete what an earlier run of this name left.")] = False,
+    resume: Resume = "never",
+    fresh: Fresh = False,
     allow_change: Annotated[bool, typer.Option(help="Resume although the recipe has changed.")] = False,
-    preflight: Annotated[bool, typer.Option(help="Run the short doctor check first.")] = True,
+    preflight: Preflight = True,
     plugin: Plugin = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -83,11 +86,9 @@ def train(
 def distill(
     recipe: Recipe,
     overrides: Overrides = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: go on from the newest intact checkpoint; never: start a new run.")
-    ] = "never",
-    fresh: Annotated[bool, typer.Option(help="Delete what an earlier run of this name left.")] = False,
-    preflight: Annotated[bool, typer.Option(help="Run the short doctor check first.")] = True,
+    resume: Resume = "never",
+    fresh: Fresh = False,
+    preflight: Preflight = True,
     plugin: Plugin = None,
     trust_remote_code: Trust = False,
 ) -> None:
