@@ -141,11 +141,10 @@ def load_pipeline(config: RunConfig, recipe: Path | None = None, trust: bool = F
     """
     source = find_model(config.model.path, recipe)
     import torch
-    from diffusers import DiffusionPipeline
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.model.dtype]
     try:
-        return DiffusionPipeline.from_pretrained(
+        return pipeline_class(source, config.model.revision).from_pretrained(
             source,
             dtype=dtype,
             revision=config.model.revision,
@@ -159,6 +158,18 @@ def load_pipeline(config: RunConfig, recipe: Path | None = None, trust: bool = F
             f"model.path = {config.model.path!r} cannot be loaded: {type(error).__name__}: "
             f"{text[0] if text else 'no reason given'}"
         ) from error
+
+
+def pipeline_class(source: str, revision: str | None = None) -> Any:
+    """The class that loads a pipeline: diffusers', or by its name one from flowrl/pipelines or a plugin."""
+    import diffusers
+
+    name = diffusers.DiffusionPipeline.load_config(source, revision=revision).get("_class_name")
+    if hasattr(diffusers, str(name)):
+        return diffusers.DiffusionPipeline
+    registry.names("wrapper")  # imports flowrl/pipelines
+    known = {cls.__name__: cls for cls in diffusers.DiffusionPipeline.__subclasses__()}
+    return known.get(str(name), diffusers.DiffusionPipeline)
 
 
 def find_model(path: str, recipe: Path | None) -> str:
@@ -285,7 +296,8 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
 
 def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
     """Raises UserError for a recipe whose samples the objective cannot train on."""
-    if objective.unit == "trajectory" and not trainable([kernel.std(0.8, 0.6)]):
+    tokens = kernel.family == "tokens"  # their kernels are draws, always
+    if objective.unit == "trajectory" and not tokens and not trainable([kernel.std(0.8, 0.6)]):
         raise UserError(
             f"sampler.kernel {config.sampler.kernel.get('name')!r} is deterministic: no step has a density, "
             f"so objective {config.objective.get('name')!r} has nothing to train; use a stochastic kernel "

@@ -33,11 +33,13 @@ class TrajectoryStep:
         reference: the distribution under the reference policy, or None if the objective needs none.
         log_prob: (B,) float64, of the recorded action under `transition`, summed over event dims.
         old_log_prob: (B,) float64, under the policy that acted.
-        action: (B, *) float32, the recorded next state.
+        action: (B, *) the recorded next state, with what else a token step drew.
         noise: (B, *) the standard noise that the action was made of.
-        old_projection: (B,) float64, sum over event dims of noise times the acting policy's mean.
+        old_projection: (B,) float64, sum over event dims of noise times the acting policy's mean; None
+            unless the step is Gaussian.
         advantages: (B,) float32.
         valid: (B,) bool; False where a sample's reward could not be computed.
+        old_token_log_probs: (B, L) float64, `old_log_prob` by position; None unless states are tokens.
     """
 
     index: int
@@ -49,9 +51,10 @@ class TrajectoryStep:
     old_log_prob: Tensor
     action: Tensor
     noise: Tensor
-    old_projection: Tensor
+    old_projection: Tensor | None
     advantages: Tensor
     valid: Tensor
+    old_token_log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True)

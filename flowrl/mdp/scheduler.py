@@ -189,6 +189,11 @@ def layout_of(prepared: Tensor, sample: Tensor) -> Layout:
     )
 
 
+def as_state(latents: Tensor) -> Tensor:
+    """A state as it is kept: float32, or tokens as they are."""
+    return latents.float() if latents.is_floating_point() else latents
+
+
 def unrounded(kept: Tensor | None, sample: Tensor) -> Tensor:
     """The state (B, *) that a step returned, in float32, for what the pipeline made of it until the next.
 

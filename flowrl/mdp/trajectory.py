@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.mdp.steps import StepPlan
-from flowrl.mdp.transitions import Transition
+from flowrl.mdp.token_transitions import TokenTransition
+from flowrl.mdp.transitions import Gaussian, Transition, projection
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Trajectory:
         plan: which steps were stochastic and which are trained.
         states: step k -> state x_k (B, *), for every trained k and its k + 1.
         log_probs: step k -> (B,) log-probability of the recorded action, summed over event dims.
-        projections: step k -> (B,) sum over event dims of noise times mean.
+        projections: step k -> (B,) sum over event dims of noise times mean, of Gaussian steps.
+        token_log_probs: step k -> (B, L) log-probability of the action by position, of token steps.
+        actions: step k -> the recorded action, where it is more than the next state.
         latents: (B, *) final state; given up after decoding unless the objective trains on it.
     """
 
@@ -58,7 +61,23 @@ class Trajectory:
     states: dict[int, Tensor] = field(default_factory=dict)
     log_probs: dict[int, Tensor] = field(default_factory=dict)
     projections: dict[int, Tensor] = field(default_factory=dict)
+    token_log_probs: dict[int, Tensor] = field(default_factory=dict)
+    actions: dict[int, Tensor] = field(default_factory=dict)
     latents: Tensor | None = None
+
+    def record(self, step: int, transition: Transition, action: Tensor, noise: Tensor) -> None:
+        """Keeps what the replay of a step compares with."""
+        if isinstance(transition, TokenTransition):
+            self.token_log_probs[step] = transition.token_log_probs(action)
+        self.log_probs[step] = transition.log_prob(action)
+        if isinstance(transition, Gaussian):
+            self.projections[step] = projection(noise, transition.mean)
+        if transition.state(action) is not action:
+            self.actions[step] = action
+
+    def action(self, step: int) -> Tensor:
+        """The recorded action of a trained step."""
+        return self.actions.get(step, self.states[step + 1])
 
     def stored_latents(self) -> int:
         """How many latents each sample keeps: K + 1 for K consecutive trained steps."""
@@ -76,7 +95,7 @@ class Replay:
         transition: the distribution over the next state.
         log_prob: (B,) float64, of the recorded action.
         prediction: (B, *) what the network predicted, guidance included.
-        noise: (B, *) the standard noise that the action was made of.
+        noise: (B, *noise_shape) the standard noise that the action was made of.
     """
 
     transition: Transition

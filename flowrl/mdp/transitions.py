@@ -23,9 +23,18 @@ class Transition(ABC):
     def event_size(self) -> int:
         """Number of event dims D of a row."""
 
+    @property
+    @abstractmethod
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of the standard normal noise of a row that `sample` takes."""
+
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
-        """The next state (B, *) for given standard noise of the same shape."""
+        """The action for given standard noise (B, *noise_shape)."""
+
+    def state(self, action: Tensor) -> Tensor:
+        """The next state (B, *) that an action leads to: mostly the action itself."""
+        return action
 
     @abstractmethod
     def log_prob(self, action: Tensor) -> Tensor:
@@ -65,6 +74,11 @@ class Gaussian(Transition):
         """Whether std is large enough (`MIN_STD`) for a density."""
         return self.std >= MIN_STD
 
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """That of a row of the mean."""
+        return tuple(self.mean.shape[1:])
+
     def scaled(self, factor: float) -> Gaussian:
         """Mean and std times `factor`."""
         return self if factor == 1.0 else Gaussian(factor * self.mean, factor * self.std)
@@ -80,7 +94,7 @@ class Gaussian(Transition):
             ValueError: if there is no density, or the action's shape differs from the mean's.
         """
         self._check(action)
-        squares = _sum_events(((action - self.mean) / self.std).double().square())
+        squares = sum_events(((action - self.mean) / self.std).double().square())
         constant = math.log(self.std) + 0.5 * math.log(2 * math.pi)
         return -0.5 * squares - self.event_size * constant
 
@@ -91,7 +105,7 @@ class Gaussian(Transition):
         self._check(other.mean)
         if not other.has_density:
             raise ValueError("the other transition has no density")
-        squares = _sum_events(((self.mean - other.mean) / other.std).double().square())
+        squares = sum_events(((self.mean - other.mean) / other.std).double().square())
         ratio = self.std / other.std
         return 0.5 * squares + self.event_size * (0.5 * (ratio * ratio - 1.0) - math.log(ratio))
 
@@ -118,6 +132,11 @@ class Dirac(Transition):
     def has_density(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """None is needed."""
+        return (0,)
 
     def scaled(self, factor: float) -> Dirac:
         """The value times `factor`."""
@@ -159,8 +178,9 @@ def projection(noise: Tensor, mean: Tensor) -> Tensor:
     The part of a Gaussian log-ratio that is linear in the means. Recorded at rollout and recomputed at
     replay by this same function, so that equal means give equal values to the last bit.
     """
-    return _sum_events((noise * mean).double())
+    return sum_events((noise * mean).double())
 
 
-def _sum_events(values: Tensor) -> Tensor:
+def sum_events(values: Tensor) -> Tensor:
+    """The sum over event dims of (B, *): (B,)."""
     return values.flatten(1).sum(dim=1)

@@ -28,6 +28,7 @@ from flowrl.mdp.scheduler import (
     Layout,
     PolicyScheduler,
     StepFunction,
+    as_state,
     idle,
     installed,
     layout_of,
@@ -38,7 +39,7 @@ from flowrl.mdp.schedules import scale_of_level
 from flowrl.mdp.seeds import standard_noise
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.trajectory import Replay, Request, Trajectory
-from flowrl.mdp.transitions import Gaussian, Transition, projection
+from flowrl.mdp.transitions import Transition
 from flowrl.reward import Samples
 
 
@@ -168,17 +169,15 @@ class SamplerWrapper(ABC):
                 sample = unrounded(trajectory.latents, sample)
             sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
             stochastic = index in plan.stochastic
-            sample = sample.float()
+            sample = as_state(sample)
             transition = self.transition(prediction, sample, sigma, sigma_next, stochastic)
-            if not stochastic:
-                following = transition.sample(sample)
-            else:
-                noise = standard_noise(request.step_seeds, index, sample.shape[1:], sample.device)
-                following = transition.sample(noise)
-                if index in plan.trained:
-                    trajectory.log_probs[index] = transition.log_prob(following)
-                    if isinstance(transition, Gaussian):
-                        trajectory.projections[index] = projection(noise, transition.mean)
+            # Steps outside the plan's window are draws of the initial noise, where they are draws at all.
+            seeds = request.step_seeds if stochastic else request.initial_seeds
+            noise = standard_noise(seeds, index, transition.noise_shape, sample.device)
+            action = transition.sample(noise)
+            following = transition.state(action)
+            if index in plan.trained:
+                trajectory.record(index, transition, action, noise)
             if index in kept:
                 trajectory.states[index] = sample
             if index + 1 in kept:
@@ -203,11 +202,12 @@ class SamplerWrapper(ABC):
         """
         found: list[Replay] = []
         sigma, sigma_next = trajectory.sigmas[index], trajectory.sigmas[index + 1]
-        state, action = trajectory.states[index], trajectory.states[index + 1]
-        noise = standard_noise(trajectory.request.step_seeds, index, state.shape[1:], state.device)
+        state, action = trajectory.states[index], trajectory.action(index)
 
         def on_step(_: int, prediction: Tensor, sample: Tensor) -> Tensor:
             transition = self.transition(prediction, state, sigma, sigma_next)
+            seeds = trajectory.request.step_seeds
+            noise = standard_noise(seeds, index, transition.noise_shape, state.device)
             found.append(Replay(transition, transition.log_prob(action), prediction, noise))
             return state
 
@@ -340,7 +340,7 @@ class SamplerWrapper(ABC):
         prepared: list[Tensor] = []
 
         def place(latents: Tensor) -> Tensor:
-            latents = latents.float()
+            latents = as_state(latents)
             if state is not None:
                 held = state if self._layout is None else self._layout.undo(state)
                 if latents.shape != held.shape:

@@ -102,7 +102,7 @@ class GRPO:
         """The log-ratio (B,) by the options `ratio` and `reduction`."""
         new, old = step.log_prob, step.old_log_prob
         if self.config.ratio == "guard":
-            if not isinstance(step.transition, Gaussian):
+            if not isinstance(step.transition, Gaussian) or step.old_projection is None:
                 raise TypeError(f"ratio: guard needs Gaussian steps, not {type(step.transition).__name__}")
             new, old = projection(step.noise, step.transition.mean), step.old_projection
         return log_ratio(new, old, step.transition.event_size, per_dim=self.config.reduction == "per_dim")

@@ -264,9 +264,10 @@ class Trainer:
             reference=reference,
             log_prob=replay.log_prob,
             old_log_prob=trajectory.log_probs[unit],
-            action=trajectory.states[unit + 1],
+            action=trajectory.action(unit),
             noise=replay.noise,
-            old_projection=trajectory.projections[unit],
+            old_projection=trajectory.projections.get(unit),
+            old_token_log_probs=trajectory.token_log_probs.get(unit),
             advantages=rows,
             valid=valid,
         )

@@ -1,0 +1,224 @@
+"""Discrete flow pipelines as MDPs: pictures made of tokens by a continuous-time Markov chain.
+
+The pipeline below is an ordinary diffusers pipeline: text encoder, a backbone that predicts clean tokens, and
+a VQ decoder; it asks its scheduler for the next tokens, as every other one does, and that call is the action.
+Guidance and temperature act on the logits before, so that they are part of the scored distribution.
+
+Shapes: B rows, L positions, V data tokens, S states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from flowrl.errors import UserError
+from flowrl.mdp.token_paths import PathLevel, TokenPath
+from flowrl.mdp.wrapper import SamplerWrapper
+from flowrl.registry import ComponentConfig, register
+
+
+class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Text to image by a discrete flow over the tokens of a VQ model."""
+
+    model_cpu_offload_seq = "text_encoder->transformer->vae"
+
+    def __init__(self, tokenizer: Any, text_encoder: Any, transformer: Any, vae: Any, scheduler: Any) -> None:
+        """Takes the components.
+
+        Args:
+            tokenizer, text_encoder: of transformers; the encoder's last hidden states are the condition.
+            transformer: called with ``hidden_states`` (tokens), ``encoder_hidden_states``, ``timestep`` and
+                ``encoder_attention_mask``, returns logits.
+            vae: a ``VQModel``; its codes are the tokens, row by row.
+            scheduler: a ``DiscreteFlowScheduler``.
+        """
+        super().__init__()
+        self.register_modules(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            transformer=transformer,
+            vae=vae,
+            scheduler=scheduler,
+        )
+        scheduler.set_embeddings(vae.quantize.embedding.weight)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str],
+        num_inference_steps: int = 16,
+        guidance_scale: float = 1.0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        negative_prompt: str | list[str] | None = None,
+        max_sequence_length: int = 16,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> Any:
+        """Makes one image a prompt.
+
+        Args:
+            prompt: one or several texts.
+            num_inference_steps: steps of the chain.
+            guidance_scale: w of logits = uncond + w (cond - uncond); 1 is without.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k, top_p: cut the posterior down to its likeliest tokens.
+            negative_prompt: of the unconditional logits; the empty text by default.
+            max_sequence_length: tokens of a text.
+            generator: one, or one a row.
+            output_type: "pil", "pt", "np", or "latent" for the tokens.
+            return_dict: False for a tuple.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        guided = guidance_scale != 1.0
+        embeds, mask, negative, negative_mask = self.encode_prompt(
+            prompts, negative_prompt, guided, max_sequence_length
+        )
+        tokens = self.prepare_latents(len(prompts), generator)
+        self.scheduler.set_timesteps(num_inference_steps, device=self._execution_device)
+        self._num_timesteps = len(self.scheduler.timesteps)
+        with self.progress_bar(total=self._num_timesteps) as bar:
+            for time in self.scheduler.timesteps:
+                times = time.expand(len(prompts))
+                logits = self._logits(tokens, embeds, times, mask)
+                if negative is not None:
+                    empty = self._logits(tokens, negative, times, negative_mask)
+                    logits = empty + guidance_scale * (logits - empty)
+                logits = reshape_logits(logits, temperature, top_k, top_p)
+                tokens = self.scheduler.step(logits, time, tokens, generator=generator, return_dict=False)[0]
+                bar.update()
+        images = tokens if output_type == "latent" else self.decode_tokens(tokens, output_type)
+        self.maybe_free_model_hooks()
+        return {"images": images} if return_dict else (images,)
+
+    def _logits(self, tokens: Tensor, embeds: Tensor, times: Tensor, mask: Tensor | None) -> Tensor:
+        return self.transformer(
+            hidden_states=tokens,
+            encoder_hidden_states=embeds,
+            timestep=times,
+            encoder_attention_mask=mask,
+            return_dict=False,
+        )[0].float()
+
+    def encode_prompt(
+        self,
+        prompt: list[str],
+        negative_prompt: str | list[str] | None = None,
+        do_classifier_free_guidance: bool = False,
+        max_sequence_length: int = 16,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Hidden states (B, M, D) and mask (B, M) of the prompts, and those of the negative ones."""
+        embeds, mask = self._encode(prompt, max_sequence_length)
+        if not do_classifier_free_guidance:
+            return embeds, mask, None, None
+        negative = (
+            negative_prompt if isinstance(negative_prompt, list) else [negative_prompt or ""] * len(prompt)
+        )
+        return embeds, mask, *self._encode(negative, max_sequence_length)
+
+    def _encode(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
+        device = self._execution_device
+        tokens = self.tokenizer(
+            texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).to(device)
+        states = self.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+        return states, tokens.attention_mask
+
+    def prepare_latents(
+        self, batch_size: int, generator: torch.Generator | list[torch.Generator] | None = None
+    ) -> Tensor:
+        """Tokens (B, L) at t = 0."""
+        length = self.transformer.config.side**2
+        generators = generator if isinstance(generator, list) else [generator] * batch_size
+        rows = [self.scheduler.path.prior((length,), source) for source in generators]
+        return torch.stack(rows).to(self._execution_device)
+
+    def decode_tokens(self, tokens: Tensor, output_type: str = "pt") -> Any:
+        """Pictures of tokens (B, L): "pt" float (B, 3, H, W) in [0, 1], "np", or "pil"."""
+        side = self.transformer.config.side
+        codes = self.vae.quantize.get_codebook_entry(
+            tokens.flatten(), (len(tokens), side, side, self.vae.config.vq_embed_dim)
+        )
+        pixels = self.vae.decode(codes.to(self.vae.dtype), force_not_quantize=True, return_dict=False)[0]
+        images = (pixels.float() / 2 + 0.5).clamp(0, 1)
+        if output_type == "pt":
+            return images
+        arrays = images.permute(0, 2, 3, 1).cpu().numpy()
+        return self.numpy_to_pil(arrays) if output_type == "pil" else arrays
+
+
+def reshape_logits(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Logits (..., V) after temperature, top-k and top-p; what is cut off has -inf.
+
+    ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it.
+    """
+    if temperature == 0:
+        top_k = 1
+    elif temperature != 1:
+        logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        logits = logits.masked_fill((before >= top_p).gather(-1, order.argsort(-1)), float("-inf"))
+    return logits
+
+
+@register("wrapper", "discrete_flow")
+class DiscreteFlow(SamplerWrapper):
+    """Any pipeline whose scheduler walks a token path."""
+
+    family: ClassVar[str] = "tokens"
+    no_matching: ClassVar[str] = "its states are tokens, which have no velocity"
+
+    class Config(ComponentConfig):
+        """No options: everything is the pipeline's own."""
+
+    def __init__(self, config: Config, **collaborators: Any) -> None:
+        """See `SamplerWrapper` for the collaborators.
+
+        Raises:
+            UserError: for sampling options whose actions have no probability that can be trained.
+        """
+        collaborators["deterministic"] = collaborators["kernel"]  # every step of the chain is a draw
+        super().__init__(**collaborators)
+        options = {**self.call, **self.guidance}
+        for name in ("top_k", "top_p"):
+            if options.get(name) is not None:
+                raise UserError(
+                    f"sampler.guidance.{name} = {options[name]}: which tokens it keeps moves with the "
+                    "weights, so that a recorded token may become impossible; leave it out (temperature and "
+                    "guidance_scale are part of the scored distribution), or use it in evaluation.guidance"
+                )
+        if options.get("temperature") == 0:
+            raise UserError(
+                "sampler.guidance.temperature = 0: a greedy step has no probability; use a temperature above "
+                "0, or 0 in evaluation.guidance only"
+            )
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Raises UserError unless the scheduler has a token path."""
+        if not isinstance(getattr(scheduler, "path", None), TokenPath):
+            raise UserError(
+                f"model.wrapper discrete_flow: {type(scheduler).__name__} walks no token path; it takes a "
+                "DiscreteFlowScheduler"
+            )
+
+    def read_sigmas(self, scheduler: Any) -> tuple[PathLevel, ...]:
+        """1 - t of every step, with the path."""
+        return tuple(PathLevel(float(sigma), scheduler.path) for sigma in scheduler.sigmas)
+
+    def to_flow(self, prediction: Tensor, state: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        """The posterior's log-probabilities (B, L, S) for logits, and the tokens."""
+        assert isinstance(sigma, PathLevel)
+        return sigma.path.log_posterior(prediction, state), state
