@@ -235,7 +235,9 @@ class MixtureLaw(StepLaw):
         return self.at(x[:, None], x1[:, None], states[None])
 
     def marginal_log_probs(self, log_posterior: Tensor, x: Tensor) -> Tensor:
-        """The log of the sum over x1 of p(x1) K(. | x, x1), in closed form: (..., S) for log p (..., S) and x (...).
+        """The log of the sum over x1 of p(x1) K(. | x, x1), in closed form.
+
+        ``log_posterior`` (..., S) and x (...) give (..., S):
 
         y != x:   J p(y) + p0(y) (factor (1 - p(x)) + factor' p(x))
         y = x:    1 - J (1 - p(x)) - (1 - p0(x)) (factor (1 - p(x)) + factor' p(x))
