@@ -1,9 +1,10 @@
-"""Compares methods on the quickstart task: several seeds each, at equal network evaluations.
+"""Compares methods on one task: several seeds each, at equal network evaluations.
 
-    python docs/comparison.py --seeds 0 1 2 --jobs 2
+    python docs/comparison.py quickstart --seeds 0 1 2 --jobs 2
+    python docs/comparison.py fewstep --seeds 0 1 2 --jobs 2
 
 Runs ``flowrl train`` for every method and seed (runs that have finished are kept), then prints a Markdown
-table and draws the learning curves. Everything in docs/comparison.md comes from here.
+table and draws the learning curves. Everything in docs/comparison.md and docs/fewstep.md comes from here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,16 @@ class Method:
     overrides: tuple[str, ...] = ()
 
 
-METHODS = {
+@dataclass(frozen=True)
+class Comparison:
+    """A table: its methods, and the budget as iterations of one of them."""
+
+    methods: dict[str, Method]
+    yardstick: str
+    iterations: int
+
+
+QUICKSTART = {
     "grpo_group": Method("GRPO, std of the group", "quickstart_grpo", ("advantage.std=group",)),
     "grpo_batch": Method("GRPO, std of the batch", "quickstart_grpo"),
     "grpo_none": Method("GRPO, no std", "quickstart_grpo", ("advantage.std=none",)),
@@ -56,6 +66,20 @@ METHODS = {
     "slas_1.0": Method("SLAS, gamma 1", "quickstart_slas", ("advantage.gamma=1.0",)),
     "nft": Method("DiffusionNFT", "quickstart_nft"),
 }
+CM = "cm_grpo_shapes"
+FEWSTEP = {
+    "consistency": Method("consistency (CM-GRPO)", CM),
+    "tcd_1.0": Method("TCD, eta 1", CM, ("sampler.kernel={name: tcd, eta: 1.0}",)),
+    "tcd_0.3": Method("TCD, eta 0.3", CM, ("sampler.kernel={name: tcd, eta: 0.3}",)),
+    "sde_0.3": Method("Flow-SDE, noise 0.3", CM, ("sampler.kernel={name: flow_sde, noise_level: 0.3}",)),
+    "sde_0.7": Method("Flow-SDE, noise 0.7", CM, ("sampler.kernel={name: flow_sde, noise_level: 0.7}",)),
+    "sde_1.0": Method("Flow-SDE, noise 1", CM, ("sampler.kernel={name: flow_sde, noise_level: 1.0}",)),
+}
+COMPARISONS = {
+    "quickstart": Comparison(QUICKSTART, "grpo_batch", 16),
+    "fewstep": Comparison(FEWSTEP, "consistency", 30),
+}
+METHODS = QUICKSTART | FEWSTEP
 
 
 def run(name: str, method: Method, seed: int, budget: int, args: argparse.Namespace) -> None:
@@ -160,29 +184,33 @@ def plot(methods: list[str], seeds: list[int], out: Path, file: Path) -> None:
 def main() -> None:
     """Runs what is missing, then prints the table and draws the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--iterations", type=int, default=16, help="of GRPO; the others get its evaluations")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all of the table")
+    parser.add_argument("--iterations", type=int, help="of its yardstick; the others get as many evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of a run")
     parser.add_argument("--out", type=Path, default=Path("runs/comparison"))
-    parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "images" / "comparison.png")
+    parser.add_argument("--figure", type=Path, help="default: docs/images/<comparison>_comparison.png")
     args = parser.parse_args()
+    table = COMPARISONS[args.comparison]
+    methods = args.methods or list(table.methods)
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    budget = args.iterations * evaluations_per_iteration(METHODS["grpo_batch"])
+    budget = (args.iterations or table.iterations) * evaluations_per_iteration(METHODS[table.yardstick])
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [
             pool.submit(run, name, METHODS[name], seed, budget, args)
             for seed in args.seeds
-            for name in args.methods
+            for name in methods
         ]
         for job in jobs:
             job.result()
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    lines += [row(method, args.seeds, args.out) for method in args.methods]
+    lines += [row(method, args.seeds, args.out) for method in methods]
     sys.stdout.write("\n".join(lines) + "\n")
-    plot(args.methods, args.seeds, args.out, args.figure)
+    figure = args.figure or ROOT / "docs" / "images" / f"{args.comparison}_comparison.png"
+    plot(methods, args.seeds, args.out, figure)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,15 @@ def test_base_adapters_are_merged_but_not_part_of_the_lora(tmp_path: Path) -> No
         export(pipe, subject, tmp_path / form, form, make_pipe=start, call=call("sd3"))
 
 
+def test_an_export_does_not_say_where_its_weights_came_from(tmp_path: Path) -> None:
+    pipe, subject = trained("sd3")
+    pipe.register_to_config(_name_or_path="/home/somebody/models/secret")
+    pipe.transformer.register_to_config(_name_or_path="/home/somebody/models/secret/transformer")
+    export(pipe, subject, tmp_path / "out", "pipeline")
+    assert (tmp_path / "out" / "model_index.json").exists()
+    assert not [f for f in (tmp_path / "out").rglob("*.json") if "somebody" in f.read_text()]
+
+
 def test_16_bit_storage_exports_within_its_precision(tmp_path: Path) -> None:
     def start() -> Any:
         return TINY["sd3"].build(torch.bfloat16)

@@ -12,6 +12,7 @@ fresh pipeline and compares pictures.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -151,9 +152,18 @@ def export_merged(pipe: Any, out: str | Path) -> None:
                 originals[component] = module
                 setattr(pipe, component, _merged(network))
         pipe.save_pretrained(str(out), safe_serialization=True)
+        _forget_places(Path(out))
     finally:
         for component, module in originals.items():
             setattr(pipe, component, module)
+
+
+def _forget_places(folder: Path) -> None:
+    """Takes the folders that the weights were once loaded from out of the saved configs."""
+    for file in (folder / "model_index.json", *folder.glob("*/config.json")):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
