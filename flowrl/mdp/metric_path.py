@@ -48,7 +48,7 @@ class MetricPath(TokenPath):
         self.embeddings, self.power = embeddings.detach(), power
         self.num_tokens = self.num_states = len(embeddings)
         self.scale, self.exponent = scale, exponent
-        self._laws: dict[tuple[float, float], StepLaw] = {}
+        self._laws: dict[tuple[float, float, str], StepLaw] = {}
 
     def distances(self, x1: Tensor) -> Tensor:
         """Distances d(y, x1) for x1 (N,) and every y: float64 (N, V)."""
@@ -92,11 +92,11 @@ class MetricPath(TokenPath):
         if t_next >= 1:
             return DataLaw(self.num_states)
         growth = self.growth(t, t_next, rule)
-        if (t, growth) not in self._laws:
+        rule = "exponential" if rule == "integrated" else rule
+        if (t, growth, rule) not in self._laws:
             kind = MetricTables if self.num_tokens <= TABLE_TOKENS else MetricRows
-            rule = "exponential" if rule == "integrated" else rule
-            self._laws[t, growth] = kind(self, t, growth, rule)
-        return self._laws[t, growth]
+            self._laws[t, growth, rule] = kind(self, t, growth, rule)
+        return self._laws[t, growth, rule]
 
 
 class MetricTables(StepLaw):

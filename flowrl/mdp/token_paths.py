@@ -226,7 +226,7 @@ class MixtureLaw(StepLaw):
         moved = torch.where(known, torch.zeros_like(to_data), to_data)
         p0 = self.path.source_probs
         away = moved * (y == x1) + factor * p0(y)
-        stay = 1 - moved - factor * (1 - p0(x))
+        stay = (1 - moved - factor * (1 - p0(x))).clamp(min=0)  # not -1e-16
         return torch.where(y == x, stay, away)
 
     def rows(self, x: Tensor, x1: Tensor) -> Tensor:
