@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,8 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
         raise UserError(
             f"evaluation.scheduler = {name!r}: no scheduler of diffusers{registry.nearest(name, legal)}"
         )
-    scheduler = cls.from_config(pipe.scheduler.config)
+    known_options = signature(cls.__init__).parameters
+    scheduler = cls.from_config({k: v for k, v in pipe.scheduler.config.items() if k in known_options})
     if on_flow(scheduler) != on_flow(pipe.scheduler):
         raise UserError(
             f"evaluation.scheduler = {name!r}: {type(pipe).__name__} has a {type(pipe.scheduler).__name__}, "

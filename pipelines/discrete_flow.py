@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor
 
 from flowrl.errors import UserError
@@ -95,7 +95,7 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
                 bar.update()
         images = tokens if output_type == "latent" else self.decode_tokens(tokens, output_type)
         self.maybe_free_model_hooks()
-        return {"images": images} if return_dict else (images,)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _logits(self, tokens: Tensor, embeds: Tensor, times: Tensor, mask: Tensor | None) -> Tensor:
         return self.transformer(

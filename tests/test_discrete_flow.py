@@ -81,9 +81,9 @@ def test_the_rollout_has_the_law_of_the_deployed_sampler(path: str, kernel: dict
     wrapper = wrap_tokens(pipe, kernel, num_steps=2)
     seam = wrapper.rollout(many, StepPlan((0, 1), ())).latents
     generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-    own = pipe(prompt=list(many.prompts), num_inference_steps=2, generator=generators, output_type="latent")[
-        "images"
-    ]
+    own = pipe(
+        prompt=list(many.prompts), num_inference_steps=2, generator=generators, output_type="latent"
+    ).images
     counts = [torch.bincount(tokens.flatten(), minlength=CODES).double() for tokens in (seam, own)]
     total = rows * SIDE**2
     expected = (counts[0] + counts[1]) / 2
