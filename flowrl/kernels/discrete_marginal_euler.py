@@ -60,6 +60,6 @@ class DiscreteMarginalEuler:
         )
 
     def _amount(self, sigma: float, sigma_next: float) -> float:
-        """The integrated rate h r."""
+        """The integrated rate h r, finite: infinity times 0 would be NaN."""
         path, t = path_of(sigma, MixturePath, "discrete_marginal_euler"), 1 - sigma
-        return (sigma - sigma_next) * path.kappa_dot(t) / (1 - path.kappa(t))
+        return min((sigma - sigma_next) * path.kappa_dot(t) / (1 - path.kappa(t)), 1e30)

@@ -219,7 +219,7 @@ class Draws(TokenTransition):
 
 def uniform(noise: Tensor) -> Tensor:
     """Uniform numbers in (0, 1), float64, from standard normal ones."""
-    return torch.special.ndtr(noise.double())
+    return torch.special.ndtr(noise.double()).clamp(max=1 - 2**-53)
 
 
 def draw(log_probs: Tensor, noise: Tensor) -> Tensor:
