@@ -203,11 +203,16 @@ def doctor(
 @app.command()
 def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every measurement.")] = 7,
+    family: Annotated[str, typer.Option(help="flow: a whole iteration; discrete: token kernels.")] = "flow",
     as_json: AsJson = False,
 ) -> None:
     """Measure what training costs beyond the bare network calls, as ratios in one run."""
-    from flowrl.tools.bench import run_bench
-
+    if family not in ("flow", "discrete"):
+        raise UserError(f"--family = {family!r}: flow or discrete")
+    if family == "flow":
+        from flowrl.tools.bench import run_bench
+    else:
+        from flowrl.tools.bench_tokens import run_bench
     run_bench(repeats, as_json, console)
 
 
