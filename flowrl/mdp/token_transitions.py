@@ -120,7 +120,7 @@ class Marginal(TokenTransition):
         """V terms a position."""
         posterior = self.log_posterior.flatten(0, 1)
         columns = self.law.columns(self.x.flatten(), action.flatten(), posterior.shape[1])
-        return (posterior.double() + columns.log()).logsumexp(-1).view(self.x.shape)
+        return (posterior.double().exp() * columns).sum(-1).clamp(min=1e-300).log().view(self.x.shape)
 
     def table(self) -> Tensor:
         """The whole table of log-probabilities, float64 (B, L, S); V S terms a position, some at a time."""

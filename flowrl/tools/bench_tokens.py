@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl import configs, registry
+from flowrl import registry
 from flowrl.build import Run, build_run
 from flowrl.config import load
 from flowrl.mdp.metric_path import MetricPath
 from flowrl.mdp.token_paths import MixturePath, PathLevel, TokenPath
 
 TOKENS, LENGTH, ROWS = 256, 64, 4  # V, positions of a row, rows: 256 positions
-RECIPE = Path(configs.__file__).parent / "dflow_grpo_shapes_metric.yaml"
+RECIPE = Path(str(files("flowrl.configs"))) / "dflow_grpo_shapes_metric.yaml"
 KERNELS = {
     "discrete_mixture, exact": ("mask", {"name": "discrete_mixture"}),
     "discrete_metric, exact": ("metric", {"name": "discrete_metric"}),
@@ -34,7 +35,7 @@ KERNELS = {
 
 
 def run_bench(repeats: int, as_json: bool, console: Console) -> dict[str, Any]:
-    """Measures and prints: of each kernel the time of a step over that of a forward, and its largest tensor."""
+    """Measures of each kernel the time of a step over that of a forward, and its largest tensor."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
