@@ -10,13 +10,15 @@ import torch
 from test_wrapper import check_ratio, reached, request
 from tiny_tokens import CODES, KERNELS, PATHS, SIDE, token_pipeline, wrap_tokens
 
-from flowrl.build import pipeline_class
-from flowrl.config import AdapterConfig
+from flowrl.build import build_run, pipeline_class
+from flowrl.config import AdapterConfig, load
 from flowrl.errors import UserError
 from flowrl.mdp.policy import DTYPES, Policy
 from flowrl.mdp.steps import StepPlan
 from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline, reshape_logits
+from flowrl.tools.doctor import examine
 
+ROOT = Path(__file__).parent.parent
 ALL = StepPlan((0, 1, 2), (0, 1, 2))
 PROMPTS = ["a photo of a red circle", "a cat"]
 
@@ -139,3 +141,36 @@ def test_reshaped_logits() -> None:
             chosen.add(token)
             mass += float(probs[token])
         assert {i for i in range(CODES) if torch.isfinite(row[i])} == chosen
+
+
+@pytest.mark.parametrize("objective", [{"name": "dflow_grpo", "kl_coef": 0.01}, {"name": "grpo"}])
+@pytest.mark.parametrize(("path", "kernel"), [KERNELS[0], KERNELS[2], KERNELS[6], KERNELS[8]])
+def test_a_run_trains(path: str, kernel: dict[str, Any], objective: dict[str, Any]) -> None:
+    """Doctor finds nothing, the first update starts at ratio 1, weights move, evaluation goes on."""
+    recipe = ROOT / "configs" / f"dflow_grpo_shapes_{'metric' if path == 'metric' else 'masked'}.yaml"
+    config = load(
+        recipe,
+        [
+            f"sampler.kernel={kernel}",
+            f"objective={objective}",
+            "rewards=[{name: jpeg_compressibility}]",
+            "evaluation.rewards=[]",
+            "evaluation.max_prompts=2",
+            "evaluation.samples_per_prompt=2",
+            "training.prompts_per_iteration=2",
+            "training.group_size=4",
+            "training.micro_batch_size=4",
+            "training.updates_per_pass=1",
+            "sampler.num_steps=3",
+        ],
+    )
+    run = build_run(config, recipe, pipe=token_pipeline(path))
+    diagnosis = examine(run)
+    assert not diagnosis.problems and diagnosis.facts["ratio"]["max"] == 0
+    before = {name: p.detach().clone() for name, p in run.policy.parameters().items()}
+    for _ in range(2):
+        assert run.trainer.run_iteration().metrics["optimizer/skipped"] == 0
+    assert run.trainer.state.ratio_first_max == 0
+    moved = [name for name, p in run.policy.parameters().items() if not torch.equal(p, before[name])]
+    assert len(moved) > len(before) / 2
+    assert run.evaluator is not None and run.evaluator.evaluate().scores.shape == (4, 1)

@@ -14,6 +14,8 @@ from tiny_fewstep import FEWSTEP
 from flowrl import registry
 from flowrl.build import build_run
 from flowrl.config import RunConfig, load
+from flowrl.mdp.metric_path import MetricPath
+from flowrl.mdp.token_paths import MixturePath, PathLevel
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -42,6 +44,10 @@ def test_resolves(path: Path) -> None:
     objective = registry.build("objective", config.objective, "objective")
     if objective.unit == "trajectory":
         sigmas = [1 - k / config.sampler.num_steps for k in range(config.sampler.num_steps + 1)]
+        if kernel.family == "tokens":
+            metric = config.sampler.kernel["name"] == "discrete_metric"
+            path = MetricPath(torch.eye(3)) if metric else MixturePath(3, "mask")
+            sigmas = [PathLevel(sigma, path) for sigma in sigmas]
         stds = [kernel.std(a, b) for a, b in pairwise(sigmas)]
         assert steps.plan(0, stds, config.seed).trained
     for spec in [*config.rewards, *config.evaluation.rewards]:

@@ -81,6 +81,7 @@ def examine(run: Run, short: bool = False) -> Diagnosis:
 
 def _schedule(run: Run, plan: Any) -> list[dict[str, Any]]:
     rows = []
+    gaussian = run.wrapper.family == "flow"
     for k, std in enumerate(run.trainer.stds):
         sigma, sigma_next = run.trainer.sigmas[k], run.trainer.sigmas[k + 1]
         rows.append(
@@ -89,7 +90,9 @@ def _schedule(run: Run, plan: Any) -> list[dict[str, Any]]:
                 "sigma": sigma,
                 "sigma_next": sigma_next,
                 "std": std,
-                "gradient_factor": _gain(run, sigma, sigma_next) / std if std >= MIN_STD else None,
+                "gradient_factor": _gain(run, sigma, sigma_next) / std
+                if gaussian and std >= MIN_STD
+                else None,
                 "stochastic": k in plan.stochastic,
                 "trained": k in plan.trained,
             }
