@@ -126,7 +126,7 @@ def test_levels_have_one_gradient_at_ratio_one(source: str, average: str) -> Non
     counted = positions(made, average)
     means = [
         made.transition.token_log_probs(made.action)[b, c].mean() for b, c in enumerate(counted) if c.any()
-    ]  # type: ignore[attr-defined]
+    ]
     weights = [float(ADVANTAGES[b]) for b, c in enumerate(counted) if c.any()]
     loss = -torch.stack([a * m for a, m in zip(weights, means, strict=True)]).sum() / ROWS
     (expected,) = torch.autograd.grad(loss, leaf)
@@ -137,7 +137,7 @@ def test_levels_have_one_gradient_at_ratio_one(source: str, average: str) -> Non
 
 def positions(made: TrajectoryStep, average: str) -> Tensor:
     """The positions (B, L) of the mean, by their definition."""
-    now, x = made.transition, made.transition.x  # type: ignore[attr-defined]
+    now, x = made.transition, made.transition.x
     if average == "all":
         return torch.ones_like(x).bool()
     if average == "changed":
@@ -196,7 +196,7 @@ def test_clip_is_that_of_ppo(level: str, advantage: float, ratio: float, value: 
     loss, metrics = build(level=level, clip_low=LOW, clip_high=HIGH)(made)
     assert float(loss.detach()) == pytest.approx(value, rel=1e-9)
     (got,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    score = made.transition.token_log_probs(made.action).mean()  # type: ignore[attr-defined]
+    score = made.transition.token_log_probs(made.action).mean()
     (direction,) = torch.autograd.grad(score, leaf)
     torch.testing.assert_close(got, -advantage * ratio * direction * moves, rtol=1e-9, atol=1e-12)
     assert metrics["ratio_mean"] == pytest.approx(ratio)
@@ -241,7 +241,7 @@ def test_means_and_denominators_by_loops(level: str, average: str) -> None:
     made = step(NEW, index=3)
     objective = build(level=level, average=average, clip_low=LOW, clip_high=HIGH, discount=0.5)
     counted = positions(made, average)
-    new, old = made.transition.token_log_probs(made.action), made.old_token_log_probs  # type: ignore[attr-defined]
+    new, old = made.transition.token_log_probs(made.action), made.old_token_log_probs
     assert old is not None
     total, ratios = 0.0, []
     for row in range(ROWS):

@@ -159,7 +159,7 @@ def test_laws_are_those_of_the_rates(source: str, power: float) -> None:
     states = torch.arange(size)
     steps = STEPS if power == 1 else STEPS[3:]  # kappa' is infinite or 0 at t = 0
     for (rule, corrector), step, x1 in itertools.product(laws(source), steps, data_tokens(source)):
-        law = path.law(*step, rule, corrector)  # type: ignore[arg-type]
+        law = path.law(*step, rule, corrector)
         got = matrix(law, source, x1)
         expected = step_matrix(source, x1, step, rule, corrector, power)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
@@ -265,7 +265,7 @@ def test_tables_and_rows_of_a_metric_path_agree() -> None:
     states = torch.arange(30)
     x, x1 = (v.flatten() for v in torch.meshgrid(states, states, indexing="ij"))
     for t, growth, rule in itertools.product((0.0, 0.3, 0.9), (0.01, 2.0, 1e3), ("exponential", "euler")):
-        tables, rows = MetricTables(path, t, growth, rule), MetricRows(path, t, growth, rule)  # type: ignore[arg-type]
+        tables, rows = MetricTables(path, t, growth, rule), MetricRows(path, t, growth, rule)
         whole = rows.rows(x, x1)
         torch.testing.assert_close(tables.rows(x, x1), whole, rtol=0, atol=1e-12)
         torch.testing.assert_close(whole.sum(1), torch.ones(900).double(), rtol=0, atol=1e-12)
@@ -278,7 +278,7 @@ def test_tables_and_rows_of_a_metric_path_agree() -> None:
 def test_rules_of_one_metric_path_are_kept_apart() -> None:
     """Exponential and euler have the same growth of beta, but not the same law."""
     path = make_path("metric")
-    first = {rule: matrix(path.law(0.3, 0.5, rule), "metric", 0) for rule in ("exponential", "euler")}  # type: ignore[arg-type]
+    first = {rule: matrix(path.law(0.3, 0.5, rule), "metric", 0) for rule in ("exponential", "euler")}
     for rule, law in first.items():
         torch.testing.assert_close(law, step_matrix("metric", 0, (0.3, 0.5), rule))
     assert path.law(0.3, 0.5, "euler") is path.law(0.3, 0.5, "euler")
@@ -287,8 +287,8 @@ def test_rules_of_one_metric_path_are_kept_apart() -> None:
 def test_mobility_bounds_the_jumps_of_a_metric_path() -> None:
     path = make_path("metric")
     for rule, (t, t_next) in itertools.product(RULES, STEPS):
-        jumps = [1 - matrix(path.law(t, t_next, rule), "metric", x1).diagonal() for x1 in range(V)]  # type: ignore[arg-type]
-        assert path.mobility(t, t_next, rule) >= float(torch.stack(jumps).max()) - 1e-12  # type: ignore[arg-type]
+        jumps = [1 - matrix(path.law(t, t_next, rule), "metric", x1).diagonal() for x1 in range(V)]
+        assert path.mobility(t, t_next, rule) >= float(torch.stack(jumps).max()) - 1e-12
     assert path.mobility(0.0, 0.25, "exponential") == 0 and path.mobility(0.0, 0.25, "integrated") > 0
 
 
@@ -316,7 +316,7 @@ DATA = torch.tensor([[0.30, 0.05, 0.10], [0.02, 0.20, 0.08], [0.10, 0.03, 0.12]]
 def chain_path(source: str) -> Any:
     if source == "metric":
         return MetricPath(torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64), power=1.0)
-    return MixturePath(TOKENS, source)  # type: ignore[arg-type]
+    return MixturePath(TOKENS, source)
 
 
 def bayes(path: Any, t: float, x: Tensor) -> Tensor:
