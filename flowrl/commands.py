@@ -192,6 +192,8 @@ def sample(
     console: Console,
 ) -> None:
     """Samples prompts with the deployed pipeline; one picture a file, and a grid."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a folder")
     config, run = open_target(target, overrides, plugins, weights, trust)
     from torchvision.transforms.functional import to_pil_image
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flowrl.errors import UserError
-from flowrl.registry import parse
+from flowrl.registry import ComponentConfig, parse
 from flowrl.safe_yaml import parse_yaml
 
 MAX_RECIPE_BYTES = 256 * 1024
@@ -29,7 +29,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
+class Section(ComponentConfig, BaseModel):
     """Base of all sections: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)

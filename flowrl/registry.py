@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from flowrl.errors import UserError
 
@@ -41,6 +41,15 @@ class ComponentConfig(BaseModel):
     """Base of every component's ``Config``: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes ``true`` for 1; here it is a slip."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError("a number is needed, not true or false")
+        return value
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:

@@ -102,6 +102,7 @@ def test_unknown_keys_give_the_nearest_spelling_and_the_legal_ones(
     ("override", "said"),
     [
         ("training.iterations=0", "greater than 0"),
+        ("training.iterations=true", "a number is needed"),
         ("training.iterations=many", "training.iterations = 'many'"),
         ("training.group_size=1", "greater than or equal to 2"),
         ("optimizer.lr=-1", "optimizer.lr = -1"),
