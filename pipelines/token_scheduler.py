@@ -83,11 +83,14 @@ class DiscreteFlowScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
 
     def set_embeddings(self, embeddings: Tensor) -> None:
         """Gives the embeddings (V, D) by which a metric path measures distances."""
-        self.embeddings = embeddings.detach().float().cpu()
+        self.embeddings = embeddings.detach().float()
         self._path = None
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """Times t from 0, evenly; ``sigmas`` are 1 - t and end with 0."""
+        """Times t from 0, evenly; ``sigmas`` are 1 - t and end with 0. Tables of the path go to the device."""
+        moved = self.embeddings.to(device) if self.embeddings is not None else None
+        if moved is not None and moved is not self.embeddings:
+            self.set_embeddings(moved)
         times = torch.arange(num_inference_steps + 1, dtype=torch.float64) / num_inference_steps
         self.num_inference_steps = num_inference_steps
         self.sigmas = 1 - times
@@ -110,6 +113,12 @@ class DiscreteFlowScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         generators = generator if isinstance(generator, list) else [generator] * len(sample)
         rows = []
         for probs, x, source in zip(posterior, sample, generators, strict=True):
-            x1 = torch.multinomial(probs, 1, generator=source)[:, 0]
-            rows.append(torch.multinomial(law.rows(x, x1), 1, generator=source)[:, 0])
+            x1 = _draw(probs, source)
+            rows.append(_draw(law.rows(x, x1), source))
         return (torch.stack(rows),)
+
+
+def _draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One state of each row (N, S), on the generator's device and back."""
+    device = probs.device if generator is None else generator.device
+    return torch.multinomial(probs.to(device), 1, generator=generator)[:, 0].to(probs.device)

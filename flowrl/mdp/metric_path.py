@@ -25,7 +25,8 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.mdp.token_paths import DataLaw, Rule, StepLaw, TokenPath, jump_probability
 
-TABLE_TOKENS = 2048
+TABLE_TOKENS = 1024
+MAX_LAWS = 64  # kept tables: of two schedules with 32 steps each
 CHUNK = 256  # rows of V numbers that are held at a time where there are no tables
 
 
@@ -95,6 +96,8 @@ class MetricPath(TokenPath):
         rule = "exponential" if rule == "integrated" else rule
         if (t, growth, rule) not in self._laws:
             kind = MetricTables if self.num_tokens <= TABLE_TOKENS else MetricRows
+            if len(self._laws) == MAX_LAWS:
+                self._laws.pop(next(iter(self._laws)))
             self._laws[t, growth, rule] = kind(self, t, growth, rule)
         return self._laws[t, growth, rule]
 

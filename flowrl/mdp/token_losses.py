@@ -34,13 +34,13 @@ def cross_entropy(log_posterior: Tensor, x1: Tensor) -> Tensor:
 
 
 def generalized_kl(path: MixturePath, log_posterior: Tensor, x: Tensor, x1: Tensor, t: Tensor) -> Tensor:
-    """The loss of each position (B, L), at least 0 in expectation.
+    """The loss of each position (B, L), never below 0.
 
     Args:
         path: a mixture path.
         log_posterior: (B, L, S), of x1.
         x, x1: (B, L) noisy tokens and the data.
-        t: (B,) times in [0, 1).
+        t: (B,) times in (0, 1); 0 too unless kappa_power is below 1.
     """
     rate = torch.tensor([path.kappa_dot(float(v)) / (1 - path.kappa(float(v))) for v in t]).to(log_posterior)
     here = log_posterior.gather(-1, x[..., None])[..., 0].exp()

@@ -110,10 +110,11 @@ class TokenPath(ABC):
         return torch.where(known, torch.where(states == x[..., None], 0.0, never), logits.log_softmax(-1))
 
     def prior(self, shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-        """Tokens (shape) at t = 0, on the CPU."""
+        """Tokens (shape) at t = 0, on the generator's device."""
         if self.mask_id is not None:
             return torch.full(shape, self.mask_id)
-        return torch.randint(self.num_tokens, shape, generator=generator)
+        device = "cpu" if generator is None else generator.device
+        return torch.randint(self.num_tokens, shape, generator=generator, device=device)
 
     def noised(self, x1: Tensor, t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draws x_t ~ p_t(. | x1) for tokens (B, L) and times (B,), for pretraining."""

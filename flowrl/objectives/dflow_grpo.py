@@ -18,9 +18,13 @@ At rho = 1 all levels have the same gradient, that of -A times the mean log-prob
     changed      those whose token did change
 
 Positions that are not averaged have no gradient. A known token has probability 1 and log-ratio 0 anyway.
+"changed" picks positions by the action, which biases the gradient on uniform and metric paths: a baseline
+no longer cancels. Clipping at level "dim" stops a position's gradient for either sign of A, unlike PPO's.
 
 KL to the reference, averaged over the same positions: "exact" sums over the vocabulary; "k3" is r - 1 - log r
-with r = p_ref(y) / p(y), unbiased for KL(p || p_ref) as long as y was drawn from p.
+with r = p_ref(y) / p(y), unbiased for KL(p || p_ref) as long as y was drawn from p and all or changeable
+positions are counted; with the kernels' rate_mc it is an upper bound.
+The metrics ``clip_frac_*`` say how many rows have a geometric mean outside the range, at every level.
 
 Source: arXiv 2605.09291 (published for images: sequence, all, clip 1e-3 and 1.5e-3, no KL, discount 1; for
 text KL .01).
