@@ -26,7 +26,16 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
 
-    def __init__(self, tokenizer: Any, text_encoder: Any, transformer: Any, vae: Any, scheduler: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        text_encoder: Any,
+        transformer: Any,
+        vae: Any,
+        scheduler: Any,
+        prompt_template: str | None = None,
+        pad_unconditional: bool = False,
+    ) -> None:
         """Takes the components.
 
         Args:
@@ -35,8 +44,12 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
                 ``encoder_attention_mask``, returns logits.
             vae: a ``VQModel``; its codes are the tokens, row by row.
             scheduler: a ``DiscreteFlowScheduler``.
+            prompt_template: what a prompt is put into, in place of ``{}``; None: nothing.
+            pad_unconditional: without a negative prompt, guidance takes the prompt with all tokens but the
+                first and the last replaced by padding (Janus), not the empty text.
         """
         super().__init__()
+        self.register_to_config(prompt_template=prompt_template, pad_unconditional=pad_unconditional)
         self.register_modules(
             tokenizer=tokenizer,
             text_encoder=text_encoder,
@@ -117,17 +130,28 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
         embeds, mask = self._encode(prompt, max_sequence_length)
         if not do_classifier_free_guidance:
             return embeds, mask, None, None
+        if negative_prompt is None and self.config.pad_unconditional:
+            return embeds, mask, *self._encode(prompt, max_sequence_length, blank=True)
         negative = (
             negative_prompt if isinstance(negative_prompt, list) else [negative_prompt or ""] * len(prompt)
         )
         return embeds, mask, *self._encode(negative, max_sequence_length)
 
-    def _encode(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
+    def _encode(self, texts: list[str], length: int, blank: bool = False) -> tuple[Tensor, Tensor]:
         device = self._execution_device
+        if (template := self.config.prompt_template) is not None:
+            texts = [template.replace("{}", text.strip()) for text in texts]
+            longest = max(len(ids) for ids in self.tokenizer(texts).input_ids)
+            if longest > length:  # cutting off the template's end would change what the model is asked for
+                raise UserError(f"max_sequence_length = {length}: a prompt has {longest} tokens")
         tokens = self.tokenizer(
             texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
         ).to(device)
-        states = self.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+        ids = tokens.input_ids
+        if blank:
+            count = tokens.attention_mask.cumsum(-1)
+            ids = ids.masked_fill((count > 1) & (count < count[:, -1:]), self.tokenizer.pad_token_id)
+        states = self.text_encoder(ids, attention_mask=tokens.attention_mask)[0]
         return states, tokens.attention_mask
 
     def prepare_latents(

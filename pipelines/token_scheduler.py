@@ -87,7 +87,7 @@ class DiscreteFlowScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self._path = None
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """Times t from 0, evenly; ``sigmas`` are 1 - t and end with 0. Tables of the path go to the device."""
+        """Times t from 0, evenly; ``sigmas`` are 1 - t and end with 0. The path's tables go to the device."""
         moved = self.embeddings.to(device) if self.embeddings is not None else None
         if moved is not None and moved is not self.embeddings:
             self.set_embeddings(moved)

@@ -52,6 +52,7 @@ def build_pipeline(args: argparse.Namespace) -> DiscreteFlowPipeline:
     transformer = TokenTransformer(
         num_tokens=codes,
         num_states=states,
+        width=args.width,
         num_layers=args.layers,
         text_width=text_encoder.config.hidden_size,
     )
@@ -190,7 +191,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, help="a pipeline whose weights are the beginning")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--width", type=int, default=112)
     parser.add_argument("--scenes", type=int, default=40_000)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=64)

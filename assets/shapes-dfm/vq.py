@@ -95,12 +95,24 @@ def to_model_range(images: torch.Tensor) -> torch.Tensor:
     return (2 * unit - 1).contiguous(memory_format=torch.channels_last)
 
 
+def encode_cells(vq: VQModel, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents (N, C) of the cells of images (B, 3, H, W) in [-1, 1], each encoded by itself.
+
+    So equal cells are equal tokens, whatever lies around them: an encoder of whole images says the same thing
+    in many ways (empty cells had 214 of 256 tokens), which whoever has to predict tokens cannot know.
+    """
+    size, channels, height, width = pixels.shape
+    cells = pixels.unfold(2, CELL, CELL).unfold(3, CELL, CELL).permute(0, 2, 3, 1, 4, 5)
+    cells = cells.reshape(-1, channels, CELL, CELL).contiguous(memory_format=torch.channels_last)
+    return vq.encode(cells).latents.flatten(1)
+
+
 @torch.no_grad()
 def encode_tokens(vq: VQModel, images: torch.Tensor, batch_size: int = 128) -> torch.Tensor:
     """Tokens int64 (B, h * w), row by row, of images (B, 3, H, W), uint8 or float in [0, 1]."""
     tokens = []
     for part in images.split(batch_size):
-        cells = _cells(vq.encode(to_model_range(part.to(vq.device))).latents)
+        cells = encode_cells(vq, to_model_range(part.to(vq.device)))
         tokens.append(_nearest(cells, vq.quantize.embedding.weight).view(len(part), -1))
     return torch.cat(tokens)
 
@@ -127,8 +139,7 @@ def train_vq(
     """Trains a tokenizer: first without quantisation but under noise, then with a codebook.
 
     The noise makes that far apart in the latents which is far apart in the image, so that clusters are
-    of use. Cells with nothing near them are drawn to one point, and hence to one token: what is the same
-    should read the same, for the sake of whoever has to predict tokens.
+    of use. The decoder sees whole images: it mends from the neighbours what a token of a cell leaves open.
 
     Args:
         images: uint8 pool (B, 3, H, W).
@@ -150,9 +161,9 @@ def train_vq(
         if step == plain_steps:
             codebook = Codebook(vq, *_sample_cells(vq, images[torch.randperm(len(images))[:2048]]))
         chosen = images[torch.randint(len(images), (batch_size,))]
-        target, empty = to_model_range(chosen), empty_cells(chosen)
-        latents = vq.encode(target).latents
-        cells = _cells(latents)
+        target = to_model_range(chosen)
+        cells = encode_cells(vq, target)
+        latents = _grid(cells, batch_size)
         if codebook is None:
             noisy = latents + NOISE * torch.rand(batch_size, 1, 1, 1) * torch.randn_like(latents)
             standard = cells.mean(0).square().mean() + (cells.std(0) - 1).square().mean()
@@ -161,9 +172,7 @@ def train_vq(
             quantised = codebook.quantise(cells)
             codebook.update(cells.detach(), revive=step % 20 == 0 and step < CALM_SHARE * steps)
             regular = 0.25 * F.mse_loss(cells, quantised)
-            noisy = latents + (_grid(quantised, latents) - latents).detach()
-        centre = cells[empty].mean(0).detach() if codebook is None else codebook.empty_code(cells[empty])
-        regular = regular + 0.05 * (cells[empty] - centre).square().mean()
+            noisy = latents + (_grid(quantised, batch_size) - latents).detach()
         output = _decode(vq, noisy)
         error = output - target
         recon = (edge_weights(chosen) * (error.abs() + error.square())).mean()
@@ -218,10 +227,6 @@ class Codebook:
             self.sums[unused] = 0.5 * places
         self.codes.copy_(self.sums / self.counts.clamp(min=1e-5).unsqueeze(1))
 
-    def empty_code(self, cells: torch.Tensor) -> torch.Tensor:
-        """The code (C,) nearest to the mean of cells that are empty."""
-        return self.codes[_nearest(cells.detach().mean(0, keepdim=True), self.codes)[0]].clone()
-
     def figures(self) -> dict[str, float]:
         """How many codes are in use, and the perplexity of their use."""
         return {"used": int((self.counts >= 0.05).sum()), "perplexity": perplexity(self.counts)}
@@ -249,9 +254,8 @@ def foreground(images: torch.Tensor) -> torch.Tensor:
 
 
 def empty_cells(images: torch.Tensor) -> torch.Tensor:
-    """Which cells (N,) of uint8 images are background, and so are the cells around them."""
-    near = F.max_pool2d(foreground(images), 3 * CELL, stride=CELL, padding=CELL)
-    return (near == 0).flatten()
+    """Which cells (N,) of uint8 images are background."""
+    return (F.max_pool2d(foreground(images), CELL) == 0).flatten()
 
 
 def edge_weights(images: torch.Tensor) -> torch.Tensor:
@@ -289,13 +293,9 @@ def round_trip(vq: VQModel, num_scenes: int, seed: int) -> dict[str, float]:
     return figures | {"commonest": float(counts.max() / counts.sum())}
 
 
-def _cells(latents: torch.Tensor) -> torch.Tensor:
-    return latents.permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def _grid(cells: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    size, channels, height, width = like.shape
-    return cells.view(size, height, width, channels).permute(0, 3, 1, 2)
+def _grid(cells: torch.Tensor, batch_size: int) -> torch.Tensor:
+    side = math.isqrt(len(cells) // batch_size)
+    return cells.view(batch_size, side, side, -1).permute(0, 3, 1, 2)
 
 
 def _nearest(cells: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def _decode(vq: VQModel, latents: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _sample_cells(vq: VQModel, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    cells = torch.cat([_cells(vq.encode(to_model_range(part)).latents) for part in images.split(128)])
+    cells = torch.cat([encode_cells(vq, to_model_range(part)) for part in images.split(128)])
     return cells, empty_cells(images)
 
 
@@ -318,7 +318,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scenes", type=int, default=20_000)
