@@ -1,4 +1,4 @@
-"""The command line: ``flowrl train | sample | eval | doctor | bench | report | export | rewards``.
+"""The command line: ``flowrl train | sample | eval | doctor | bench | report | export | convert | rewards``.
 
 Nothing heavy is imported before a command needs it, so that ``--help`` and a wrong recipe answer at once.
 Errors that are the user's to mend are one message and exit code 2.
@@ -250,6 +250,22 @@ def export(
         trust=trust_remote_code,
         console=console,
     )
+
+
+@app.command()
+def convert(
+    name: Annotated[str, typer.Argument(help="A converter: fudoki.")],
+    source: Annotated[str, typer.Argument(help="A folder of safetensors with config.json, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Its options, such as image_size=384.", show_default=False)
+    ] = None,
+    plugin: Plugin = None,
+) -> None:
+    """Convert released weights into a pipeline folder for model.path; nothing is unpickled."""
+    from flowrl.commands import convert as run_convert
+
+    run_convert(name, source, options or [], out, plugins=plugin or [], console=console)
 
 
 @rewards_app.command("list")

@@ -347,6 +347,18 @@ def export(
     console.print(f"exported to {out}, verified by loading it into a fresh pipeline", highlight=False)
 
 
+def convert(
+    name: str, source: str, options: list[str], out: Path, *, plugins: list[str], console: Console
+) -> None:
+    """Converts released weights; see ``flowrl convert --help``."""
+    for plugin in plugins:
+        registry.load_plugin(plugin)
+    _quiet()
+    from flowrl.tools import convert as converting
+
+    converting.convert(name, source, options, out, console)
+
+
 def rewards_list(plugins: list[str], as_json: bool, console: Console) -> None:
     """Lists the registered rewards with the first line of their documentation."""
     for plugin in plugins:

@@ -30,6 +30,7 @@ PACKAGES: dict[str, str] = {
     "objective": "flowrl.objectives",
     "wrapper": "flowrl.pipelines",
     "reward": "flowrl.rewards",
+    "converter": "flowrl.pipelines",
 }
 
 _components: dict[str, dict[str, type[Any]]] = {kind: {} for kind in PACKAGES}

@@ -1,10 +1,10 @@
 """The image half of Janus as a backbone of discrete flows: FUDOKI's network.
 
-A Llama reads one sequence, text, picture, end of image, and every token attends to every other: no causal mask,
-and no time. The logits of a picture token are read one position before it, those of the first at the last
-token of the text, which is the begin of image. Text and picture have vocabularies of their own: the text
-comes as embeddings (`JanusTextEmbedding`, the pipeline's text encoder), tokens of the picture as code vectors
-through an MLP.
+A Llama reads one sequence, text, picture, end of image, and every token attends to every other: no causal
+mask, and no time. The logits of a picture token are read one position before it, those of the first at the
+last token of the text, which is the begin of image. Text and picture have vocabularies of their own: the text
+comes as embeddings (`JanusTokenEmbedding`, the pipeline's text encoder), tokens of the picture as code
+vectors through an MLP.
 
 Weights, by the names of transformers' Janus without its prefixes: ``layers.N.*`` and ``norm`` of the language
 model, ``generation_embeddings``, ``generation_aligner``, ``generation_head``; and ``end_of_image``, a row of
@@ -71,7 +71,9 @@ class JanusTokenBackbone(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ig
         self.layers = nn.ModuleList(LlamaDecoderLayer(text, i) for i in range(text.num_hidden_layers))
         self.norm = LlamaRMSNorm(width, eps=text.rms_norm_eps)
         self.generation_head = JanusVQVAEHead(
-            JanusVQVAEConfig(image_token_embed_dim=width, projection_dim=head_width, num_embeddings=num_tokens)
+            JanusVQVAEConfig(
+                image_token_embed_dim=width, projection_dim=head_width, num_embeddings=num_tokens
+            )
         )
         self.register_buffer("end_of_image", torch.zeros(width))
         self.gradient_checkpointing = False
@@ -127,7 +129,7 @@ class JanusTokenBackbone(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ig
         return (self.generation_head(before),)
 
 
-class JanusTextEmbedding(ModelMixin, ConfigMixin):  # type: ignore[misc]
+class JanusTokenEmbedding(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """The language model's table of token embeddings, frozen, as a text encoder."""
 
     @register_to_config  # type: ignore[untyped-decorator]
