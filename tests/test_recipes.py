@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import TINY, TinyPipeline
 from tiny_fewstep import FEWSTEP
+from tiny_janus import fudoki_pipeline
 
 from flowrl import registry
 from flowrl.build import build_run
@@ -30,6 +31,7 @@ STAND_INS = {
     "cm_grpo_sdxl_lcm": FEWSTEP["sdxl_lcm"].tiny,
     "cm_grpo_sana_sprint": FEWSTEP["sana_sprint_4"].tiny,
     "cm_grpo_flux_lcm": TINY["flux"],
+    "dflow_grpo_fudoki": TinyPipeline("fudoki", fudoki_pipeline, {"max_sequence_length": 96}, {}, {}),
 }
 LARGE = [path for path in RECIPES if any(path.stem.startswith(prefix) for prefix in STAND_INS)]
 
