@@ -140,7 +140,19 @@ def test_wrong_commands_are_answered_by_the_parser(flowrl: Run) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "sample", "eval", "doctor", "bench", "report", "export", "rewards", "rewards list"],
+    [
+        "",
+        "train",
+        "sample",
+        "eval",
+        "doctor",
+        "bench",
+        "report",
+        "export",
+        "convert",
+        "rewards",
+        "rewards list",
+    ],
 )
 def test_help_of_each_command(flowrl: Run, command: str) -> None:
     ended = flowrl(*command.split(), "--help")

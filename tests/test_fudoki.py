@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import VQModel
 from safetensors.torch import load_file, save_file
 from test_wrapper import check_ratio, reached
 from tiny_janus import (
@@ -24,7 +25,7 @@ from tiny_janus import (
     write_original,
 )
 from torch import Tensor
-from transformers import JanusForConditionalGeneration
+from transformers import JanusConfig, JanusForConditionalGeneration, LlamaConfig
 from transformers.models.janus import JanusVQVAEConfig
 from transformers.models.janus.modeling_janus import JanusVQVAE
 from typer.testing import CliRunner
@@ -38,8 +39,18 @@ from flowrl.mdp import metric_path
 from flowrl.mdp.policy import DTYPES, Policy
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.wrapper import SamplerWrapper
-from flowrl.pipelines.convert_fudoki import open_source, vq_config, vq_names, vq_sizes, vq_weights
+from flowrl.pipelines.convert_fudoki import (
+    EMBEDDINGS,
+    backbone_names,
+    language_config,
+    open_source,
+    vq_config,
+    vq_names,
+    vq_sizes,
+    vq_weights,
+)
 from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline
+from flowrl.pipelines.janus_backbone import JanusTokenBackbone
 from flowrl.tools.convert import Part, convert, make
 
 PROMPTS = ["a photo of a red circle", "a cat"]
@@ -302,6 +313,43 @@ def test_the_command_converts(tmp_path: Path) -> None:
     assert loaded(tmp_path / "out").transformer.config.side == SIDE
     with pytest.raises(UserError, match="does not overwrite"):
         converted(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_the_names_and_shapes_of_janus_at_its_size(original: bool) -> None:
+    """Transformers' Janus of FUDOKI's size, without memory: every tensor of generation has its place."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16}
+    llama = LlamaConfig(vocab_size=102400, max_position_embeddings=16384, **sizes)
+    with torch.device("meta"):
+        model = JanusForConditionalGeneration(JanusConfig(text_config=llama))
+    source = open_source(original_names(model) if original else model.state_dict())
+    text = language_config({"language_config": llama.to_dict()}, source)
+    channels, blocks = vq_sizes(source)
+    names, vq = dict(backbone_names(24, source)), dict(vq_names(channels, blocks))
+    source.check([EMBEDDINGS, *names, *vq])
+    assert (channels, blocks) == ([128, 128, 256, 256, 512], 2)
+    with torch.device("meta"):
+        network, vae = JanusTokenBackbone(text), VQModel(**vq_config(channels, blocks, source))
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    expected = {target: source[name].shape for name, target in names.items()}
+    assert shapes == expected | {"end_of_image": torch.Size([2048])}
+    assert sum(p.numel() for p in network.parameters()) == 1_275_338_752
+    assert vae.state_dict().keys() == set(vq.values())
+
+
+def test_a_hub_id_is_downloaded_without_its_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_original(tmp_path / "source", original_names(janus_model()))
+    asked: list[Any] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, *allow_patterns))
+        return str(source)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    converted(Path("owner/name"), tmp_path / "out")
+    assert asked == [("owner/name", "*.safetensors", "*.json")]
+    assert loaded(tmp_path / "out").transformer.config.num_tokens == CODES
 
 
 GATE = "language_model.model.layers.1.mlp.gate_proj.weight"
