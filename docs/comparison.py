@@ -77,7 +77,7 @@ FEWSTEP = {
 }
 COMPARISONS = {
     "quickstart": Comparison(QUICKSTART, "grpo_batch", 16),
-    "fewstep": Comparison(FEWSTEP, "consistency", 30),
+    "fewstep": Comparison(FEWSTEP, "consistency", 24),
 }
 METHODS = QUICKSTART | FEWSTEP
 

@@ -68,10 +68,7 @@ def draw_scenes(
 
 
 def build_vq() -> VQModel:
-    """The untrained tokenizer: f = 8, thin at full size, without attention.
-
-    For ``lookup_from_codebook``, ``decode(ids, force_not_quantize=True, shape=(B, h, w, C))`` takes tokens.
-    """
+    """The untrained tokenizer: f = 8, thin at full size, without attention."""
     widths = (8, 16, 32, 64)
     return VQModel(
         down_block_types=("DownEncoderBlock2D",) * len(widths),
@@ -85,7 +82,6 @@ def build_vq() -> VQModel:
         vq_embed_dim=CODE_CHANNELS,
         scaling_factor=1.0,
         mid_block_add_attention=False,
-        lookup_from_codebook=True,
     )
 
 
