@@ -298,6 +298,13 @@ def deployed_scheduler(config: RunConfig, pipe: Any) -> Any:
 
 def check_objective(config: RunConfig, objective: Any, kernel: Any) -> None:
     """Raises UserError for a recipe whose samples the objective cannot train on."""
+    if objective.family not in ("any", kernel.family):
+        legal = [n for n in registry.names("objective") if _family(n) in ("any", kernel.family)]
+        raise UserError(
+            f"objective {config.objective.get('name')!r} trains on states of kind {objective.family}, "
+            f"sampler.kernel {config.sampler.kernel.get('name')!r} makes {kernel.family}; objectives for "
+            f"those: {', '.join(legal)}"
+        )
     tokens = kernel.family == "tokens"  # their kernels are draws, always
     if objective.unit == "trajectory" and not tokens and not trainable([kernel.std(0.8, 0.6)]):
         raise UserError(
@@ -320,3 +327,7 @@ def _file(value: str, key: str, recipe: Path | None) -> Path:
     if found is None:
         raise UserError(f"{key} = {value!r}: no such file")
     return found
+
+
+def _family(name: str) -> str:
+    return str(registry.get("objective", name).family)

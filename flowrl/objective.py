@@ -62,9 +62,9 @@ class ForwardStep:
     """The clean samples of a micro-batch, for objectives on the forward process.
 
     Attributes:
-        latents: (B, *) float32, clean latents x0 in the sampler's own layout.
+        latents: (B, *) float32, clean latents x0 in the sampler's own layout; or tokens (B, L).
         predict: ``predict(x_t, sigma) -> velocity`` (B, *) under the current weights, with gradient;
-            sigma is one float for all rows.
+            sigma is one float for all rows. Of tokens: log-probabilities (B, L, S) of the clean ones.
         predict_old: the same under the acting policy, without gradient.
         predict_reference: the same under the reference policy, without gradient.
         sigmas: the noise levels of the sampler's grid, descending, without the final 0; an objective
@@ -72,6 +72,8 @@ class ForwardStep:
         generator: randomness for times and noises of this unit, seeded by (run, iteration, unit).
         advantages: (B,) float32.
         valid: (B,) bool.
+        groups: (B,) which rows belong together.
+        noised: ``noised(tokens, sigma) -> tokens`` (B, L) by the path of the pipeline; None of a flow.
     """
 
     latents: Tensor
@@ -82,6 +84,8 @@ class ForwardStep:
     generator: torch.Generator
     advantages: Tensor
     valid: Tensor
+    groups: tuple[int, ...] = ()
+    noised: Callable[[Tensor, float], Tensor] | None = None
 
 
 class Objective(Protocol):
@@ -90,6 +94,7 @@ class Objective(Protocol):
     Class attributes:
         unit: "trajectory" or "forward": which work unit it takes.
         acts: who makes the samples: the "policy" that is trained, its slow "old" copy, or the "reference".
+        family: which states it can train on: those of a "flow", "tokens", or "any".
 
     Attributes:
         needs_reference: whether the reference policy is evaluated for every unit.
@@ -99,6 +104,7 @@ class Objective(Protocol):
 
     unit: ClassVar[Literal["trajectory", "forward"]]
     acts: ClassVar[Literal["policy", "old", "reference"]]
+    family: ClassVar[Literal["flow", "tokens", "any"]]
     needs_reference: bool
 
     @property

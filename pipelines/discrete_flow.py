@@ -9,6 +9,7 @@ Shapes: B rows, L positions, V data tokens, S states.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,9 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.mdp.token_logits import reshape_logits
 from flowrl.mdp.token_paths import PathLevel, TokenPath
+from flowrl.mdp.trajectory import Request
 from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.registry import ComponentConfig, register
 
@@ -177,33 +180,11 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
         return self.numpy_to_pil(arrays) if output_type == "pil" else arrays
 
 
-def reshape_logits(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
-    """Logits (..., V) after temperature, top-k and top-p; what is cut off has -inf.
-
-    ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it.
-    """
-    if temperature == 0:
-        top_k = 1
-    elif temperature != 1:
-        logits = logits / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits = logits.masked_fill((before >= top_p).gather(-1, order.argsort(-1)), float("-inf"))
-    return logits
-
-
 @register("wrapper", "discrete_flow")
 class DiscreteFlow(SamplerWrapper):
     """Any pipeline whose scheduler walks a token path."""
 
     family: ClassVar[str] = "tokens"
-    no_matching: ClassVar[str] = "its states are tokens, which have no velocity"
 
     class Config(ComponentConfig):
         """No options: everything is the pipeline's own."""
@@ -246,3 +227,21 @@ class DiscreteFlow(SamplerWrapper):
         """The posterior's log-probabilities (B, L, S) for logits, and the tokens."""
         assert isinstance(sigma, PathLevel)
         return sigma.path.log_posterior(prediction, state), state
+
+    def predict(self, request: Request, state: Tensor, sigma: float) -> Tensor:
+        """Log-probabilities (B, L, S) of the clean tokens, for noisy ones (B, L)."""
+        path: TokenPath = self.pipe.scheduler.path
+        return path.log_posterior(super().predict(request, state, sigma), state)
+
+    def noising(self, generator: torch.Generator) -> Callable[[Tensor, float], Tensor]:
+        """By the path: tokens (B, L) and a level to noisy tokens."""
+        path: TokenPath = self.pipe.scheduler.path
+
+        def noised(tokens: Tensor, sigma: float) -> Tensor:
+            times = torch.full((len(tokens),), 1 - sigma, dtype=torch.float64)
+            return path.noised(tokens.cpu(), times, generator).to(tokens.device)
+
+        return noised
+
+    def _time_of(self, sigma: float) -> Tensor:
+        return torch.tensor([1 - sigma])

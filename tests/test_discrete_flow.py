@@ -15,7 +15,8 @@ from flowrl.config import AdapterConfig, load
 from flowrl.errors import UserError
 from flowrl.mdp.policy import DTYPES, Policy
 from flowrl.mdp.steps import StepPlan
-from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline, reshape_logits
+from flowrl.mdp.token_logits import reshape_logits
+from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline
 from flowrl.tools.doctor import examine
 
 ROOT = Path(__file__).parent.parent

@@ -26,8 +26,8 @@ from token_reference import (
 )
 from torch import Tensor
 
+from flowrl.mdp.token_logits import reshape_logits
 from flowrl.mdp.token_transitions import Draws, Joint, Marginal, TokenTransition
-from flowrl.pipelines.discrete_flow import reshape_logits
 from flowrl.pipelines.token_scheduler import DiscreteFlowScheduler
 
 STEP = (0.3, 0.6)

@@ -128,7 +128,7 @@ class SamplerWrapper(ABC):
         """The (T + 1,) noise levels of a scheduler on which ``set_timesteps`` has run.
 
         In the coordinates of the flow, falling within [0, 1]: floats, or a `flowrl.mdp.schedules.Level` each
-        where the sampler's own states are not those of a flow.
+        where the sampler's own states are not those of a flow, or a `flowrl.mdp.token_paths.PathLevel`.
         """
 
     def to_flow(self, prediction: Tensor, state: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
@@ -149,11 +149,7 @@ class SamplerWrapper(ABC):
 
     @torch.no_grad()
     def rollout(self, request: Request, plan: StepPlan) -> Trajectory:
-        """Samples a micro-batch with the pipeline and records its trained transitions.
-
-        Args:
-            request: prompts and seeds.
-            plan: which steps are stochastic and which are recorded.
+        """Samples the prompts of a request and records the transitions that a plan trains.
 
         Raises:
             UserError: if the scheduler's times and noise levels disagree, or the plan does not fit.
@@ -248,6 +244,10 @@ class SamplerWrapper(ABC):
 
         self._run(request, on_step, self._time_of(sigma), state)
         return found[0]
+
+    def noising(self, generator: torch.Generator) -> Callable[[Tensor, float], Tensor] | None:
+        """How clean states are noised to a level, where that is more than adding noise."""
+        return None
 
     def _time_of(self, sigma: float) -> Tensor:
         """The time that the network is given at a noise level, between those of the pipeline's own grid.

@@ -35,6 +35,7 @@ class AWM:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "forward"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "old"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "flow"
 
     class Config(ComponentConfig):
         """Options of `AWM`."""

@@ -53,6 +53,7 @@ class CMGRPO:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "trajectory"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "policy"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "flow"
 
     class Config(ComponentConfig):
         """Options of `CMGRPO`."""

@@ -41,6 +41,7 @@ class ConsistencyDistillation:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "forward"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "reference"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "flow"
     needs_reference = True
 
     class Config(ComponentConfig):

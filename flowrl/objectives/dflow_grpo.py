@@ -55,6 +55,7 @@ class DFlowGRPO:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "trajectory"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "policy"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "tokens"
 
     class Config(ComponentConfig):
         """Options of `DFlowGRPO`."""

@@ -53,6 +53,7 @@ class GRPO:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "trajectory"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "policy"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "any"
 
     class Config(ComponentConfig):
         """Options of `GRPO`."""

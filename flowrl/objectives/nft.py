@@ -47,6 +47,7 @@ class NFT:
 
     unit: ClassVar[Literal["trajectory", "forward"]] = "forward"
     acts: ClassVar[Literal["policy", "old", "reference"]] = "old"
+    family: ClassVar[Literal["flow", "tokens", "any"]] = "flow"
 
     class Config(ComponentConfig):
         """Options of `NFT`."""

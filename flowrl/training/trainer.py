@@ -23,6 +23,7 @@ from torch import Tensor
 from flowrl.advantage import Advantage, Advantages
 from flowrl.config import RunConfig
 from flowrl.mdp.policy import Policy
+from flowrl.mdp.scheduler import as_state
 from flowrl.mdp.seeds import generator
 from flowrl.mdp.steps import StepPlan, StepSelector, trainable
 from flowrl.mdp.trajectory import Request, Trajectory
@@ -290,7 +291,7 @@ class Trainer:
                 return predict(state, sigma)
 
         return ForwardStep(
-            latents=trajectory.latents.float(),
+            latents=as_state(trajectory.latents),
             predict=predict,
             predict_old=predict_old,
             predict_reference=predict_reference,
@@ -298,6 +299,8 @@ class Trainer:
             generator=draws,
             advantages=rows,
             valid=valid,
+            groups=trajectory.request.groups,
+            noised=self.wrapper.noising(draws),
         )
 
     def _optimizer_step(self) -> dict[str, float]:

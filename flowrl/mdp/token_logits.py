@@ -1,0 +1,26 @@
+"""What samplers of tokens do to logits before they draw: temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def reshape_logits(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Logits (..., V) after temperature, top-k and top-p; what is cut off has -inf.
+
+    ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it.
+    """
+    if temperature == 0:
+        top_k = 1
+    elif temperature != 1:
+        logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        logits = logits.masked_fill((before >= top_p).gather(-1, order.argsort(-1)), float("-inf"))
+    return logits
