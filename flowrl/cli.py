@@ -207,13 +207,9 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure what training costs beyond the bare network calls, as ratios in one run."""
-    if family not in ("flow", "discrete"):
-        raise UserError(f"--family = {family!r}: flow or discrete")
-    if family == "flow":
-        from flowrl.tools.bench import run_bench
-    else:
-        from flowrl.tools.bench_tokens import run_bench
-    run_bench(repeats, as_json, console)
+    from flowrl import commands
+
+    commands.bench(family, repeats, as_json, console)
 
 
 @app.command()

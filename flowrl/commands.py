@@ -359,6 +359,18 @@ def convert(
     converting.convert(name, source, options, out, console)
 
 
+def bench(family: str, repeats: int, as_json: bool, console: Console) -> None:
+    """Measures what training costs, of a family of samplers."""
+    if family not in ("flow", "discrete"):
+        raise UserError(f"--family = {family!r}: flow or discrete")
+    _quiet()
+    if family == "flow":
+        from flowrl.tools.bench import run_bench
+    else:
+        from flowrl.tools.bench_tokens import run_bench
+    run_bench(repeats, as_json, console)
+
+
 def rewards_list(plugins: list[str], as_json: bool, console: Console) -> None:
     """Lists the registered rewards with the first line of their documentation."""
     for plugin in plugins:

@@ -111,7 +111,7 @@ class MetricTables(StepLaw):
         self.distances = path.distances(states)
         self.probs = path.marginal(states, t)
         self.jumps, self.gain = jumps_and_gain(self.distances, self.probs, growth, rule)
-        tables = (self.distances, self.gain, self.probs, self.jumps)
+        tables = (self.distances, self.gain, self.probs, 1 - self.jumps)
         self._by_state = tuple(table.T.contiguous() for table in tables)  # rows are read faster than columns
 
     def at(self, x: Tensor, x1: Tensor, y: Tensor) -> Tensor:
@@ -123,15 +123,16 @@ class MetricTables(StepLaw):
     def rows(self, x: Tensor, x1: Tensor) -> Tensor:
         """By whole rows."""
         own = self.distances[x1]
-        nearer = (own.gather(1, x[:, None]) - own).clamp(min=0)
-        away = self.gain[x1, x][:, None] * self.probs[x1] * nearer
-        return away.scatter(1, x[:, None], 1 - self.jumps[x1, x][:, None])
+        away = own.gather(1, x[:, None]).sub(own).clamp_(min=0).mul_(self.probs[x1])
+        away.mul_(self.gain[x1, x][:, None])
+        return away.scatter_(1, x[:, None], 1 - self.jumps[x1, x][:, None])
 
     def columns(self, x: Tensor, y: Tensor, num_tokens: int) -> Tensor:
         """By whole columns."""
-        distances, gain, probs, jumps = self._by_state
-        away = gain[x] * probs[y] * (distances[x] - distances[y]).clamp(min=0)
-        return torch.where((x == y)[:, None], 1 - jumps[x], away)
+        distances, gain, probs, stays = self._by_state
+        values = distances[x].sub_(distances[y]).clamp_(min=0).mul_(gain[x]).mul_(probs[y])
+        stayed = (x == y).nonzero()[:, 0]
+        return values.index_copy_(0, stayed, stays[x[stayed]])
 
 
 class MetricRows(StepLaw):

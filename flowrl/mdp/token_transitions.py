@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,14 +114,19 @@ class Marginal(TokenTransition):
 
     def sample(self, noise: Tensor) -> Tensor:
         """Draws x1, then y."""
-        x1 = draw(self.log_posterior, noise[..., 0])
+        x1 = _inverse(self._posterior.detach(), noise[..., 0].flatten()).view(self.x.shape)
         return _draw_row(self.law, self.x, x1, noise[..., 1])
+
+    @cached_property
+    def _posterior(self) -> Tensor:
+        """Probabilities of x1, float64 (B L, V)."""
+        return self.log_posterior.flatten(0, 1).double().exp()
 
     def token_log_probs(self, action: Tensor) -> Tensor:
         """V terms a position."""
-        posterior = self.log_posterior.flatten(0, 1)
+        posterior = self._posterior
         columns = self.law.columns(self.x.flatten(), action.flatten(), posterior.shape[1])
-        return (posterior.double().exp() * columns).sum(-1).clamp(min=1e-300).log().view(self.x.shape)
+        return (posterior * columns).sum(-1).clamp(min=1e-300).log().view(self.x.shape)
 
     def table(self) -> Tensor:
         """The whole table of log-probabilities, float64 (B, L, S); V S terms a position, some at a time."""
