@@ -97,7 +97,7 @@ def encode_cells(vq: VQModel, pixels: torch.Tensor) -> torch.Tensor:
     So equal cells are equal tokens, whatever lies around them: an encoder of whole images says the same thing
     in many ways (empty cells had 214 of 256 tokens), which whoever has to predict tokens cannot know.
     """
-    size, channels, height, width = pixels.shape
+    channels = pixels.shape[1]
     cells = pixels.unfold(2, CELL, CELL).unfold(3, CELL, CELL).permute(0, 2, 3, 1, 4, 5)
     cells = cells.reshape(-1, channels, CELL, CELL).contiguous(memory_format=torch.channels_last)
     return vq.encode(cells).latents.flatten(1)
