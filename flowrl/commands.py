@@ -198,27 +198,32 @@ def sample(
     from torchvision.transforms.functional import to_pil_image
 
     from flowrl.training.data import Prompt
+    from flowrl.training.evaluate import captioned
     from flowrl.training.grids import picture_grid
 
     texts = [Prompt(text, {"prompt": text}) for text in prompts] or run.trainer.sampler.prompts[:12]
     evaluator = evaluator_of(run, texts, samples_per_prompt=count, seed=seed)
     with run.policy.acting():
-        images, rows = evaluator.sample()
+        samples, rows = evaluator.sample()
     if not run.engine.is_main:
         return
     out.mkdir(parents=True, exist_ok=True)
+    images = samples.images
     for number, image in enumerate(images):
         still = image if image.ndim == 3 else image[image.shape[0] // 2]
         to_pil_image(still).save(out / f"{number:04d}.png")
-    records = [
+    records: list[dict[str, Any]] = [
         {"file": f"{n:04d}.png", "prompt": prompt.text, "member": member}
         for n, (prompt, member) in enumerate(rows)
     ]
+    for record, text in zip(records, samples.texts or (), strict=False):
+        record["text"] = text
     (out / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     (out / "settings.json").write_text(json.dumps(evaluator.settings, indent=2) + "\n", encoding="utf-8")
     columns = count if count > 1 else min(6, len(images))
     scale = max(1, 160 // images.shape[-1])
-    grid = picture_grid(images, [p.text for p, _ in rows], columns=columns, scale=scale)
+    captions = captioned([prompt.text for prompt, _ in rows], samples)
+    grid = picture_grid(images, captions, columns=columns, scale=scale)
     grid.save(out / "grid.png")
     console.print(f"{len(images)} samples of {config.name} in {out}", highlight=False)
 

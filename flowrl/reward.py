@@ -23,12 +23,15 @@ class Samples:
     """Decoded samples of one micro-batch.
 
     Attributes:
-        images: float32 in [0, 1], on the CPU: images (B, 3, H, W) or video (B, F, 3, H, W).
+        images: float32 in [0, 1], on the CPU: images (B, 3, H, W) or video (B, F, 3, H, W); where texts
+            were sampled, the pictures that they are about.
         fps: frames per second for video; None for images.
+        texts: (B,) the texts, where those were sampled.
     """
 
     images: Tensor
     fps: float | None = None
+    texts: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         """The number of samples B."""

@@ -40,7 +40,7 @@ SMALL = (
     # off, of which Adam with a small eps makes whole steps.
     "optimizer.eps=1e-6",
     # A ReLU at zero may fall on the other side after an update; small ones keep what follows within bounds.
-    "optimizer.lr=3e-5",
+    "optimizer.lr=5e-6",
     "sampler.steps={name: all}",
     "rewards=[{name: scene}]",
     "evaluation.max_prompts=5",

@@ -77,6 +77,7 @@ def test_the_examples_of_a_page_run(
     files = examples(page)
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "assets").symlink_to(ROOT / "assets")  # examples run at the top of the project
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name in files:

@@ -289,7 +289,7 @@ def test_decode_equals_the_pipelines_pictures(name: str) -> None:
         latents = latents.permute(0, 2, 1, 3, 4)
     latents = latents / (0.5 if "sana" in name else 1.0)
     with torch.no_grad():
-        torch.testing.assert_close(images, pixels(wrapper.pipe, latents), rtol=0, atol=1e-5)
+        torch.testing.assert_close(images, pixels(wrapper.pipe, latents), rtol=0, atol=3e-5)
 
 
 def pixels(pipe: Any, latents: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,25 @@ class Example:
     inputs: Callable[[], tuple[Samples, list[str], list[dict[str, Any]]]] = photos
 
 
+def answers() -> tuple[Samples, list[str], list[dict[str, Any]]]:
+    """Answers to questions with a choice, half of them right."""
+    records = [{"prompt": "red or blue", "answer": "red", "options": ["red", "blue"]}] * COUNT
+    texts = tuple("red" if k % 2 else "blue" for k in range(COUNT))
+    return Samples(torch.rand(COUNT, 3, 8, 8), texts=texts), [r["prompt"] for r in records], records
+
+
 EXAMPLES = {
+    "exact_match": Example(inputs=answers),
+    "option_match": Example(inputs=answers),
     "scene": Example(inputs=scenes),
     "clip_score": Example(options=tiny_clip),
 }
 NAMES = registry.names("reward")
+
+
+def chosen(samples: Samples, rows: Sequence[int]) -> Samples:
+    texts = samples.texts and tuple(samples.texts[k] for k in rows)
+    return Samples(samples.images[list(rows)], samples.fps, texts)
 
 
 @dataclass(frozen=True)
@@ -111,14 +125,14 @@ def test_one_float32_score_for_each_sample_that_differs(case: Case) -> None:
 
 def test_a_score_does_not_depend_on_its_batch(case: Case) -> None:
     for k in range(len(case.samples)):
-        one = Samples(case.samples.images[k : k + 1], case.samples.fps)
+        one = chosen(case.samples, [k])
         alone = case.reward(one, case.prompts[k : k + 1], case.metadata[k : k + 1])
         assert alone.item() == pytest.approx(case.scores[k].item(), abs=TOLERANCE)
 
 
 def test_permuted_inputs_give_permuted_scores(case: Case) -> None:
     order = torch.randperm(len(case.samples)).tolist()
-    moved = Samples(case.samples.images[order], case.samples.fps)
+    moved = chosen(case.samples, order)
     scores = case.reward(moved, [case.prompts[k] for k in order], [case.metadata[k] for k in order])
     assert torch.allclose(scores, case.scores[order], atol=TOLERANCE)
 

@@ -94,11 +94,13 @@ def train_mode(wrapper: SamplerWrapper) -> None:
         network.train()
 
 
-def check_ratio(wrapper: SamplerWrapper, policy: Policy, plan: StepPlan) -> Trajectory:
+def check_ratio(
+    wrapper: SamplerWrapper, policy: Policy, plan: StepPlan, rows: Request | None = None
+) -> Trajectory:
     """Rolls out and replays as the trainer does, from networks left in train mode; backward at the end."""
     train_mode(wrapper)
     with policy.compute():
-        trajectory = wrapper.rollout(request(0, 1), plan)
+        trajectory = wrapper.rollout(rows or request(0, 1), plan)
     assert set(trajectory.log_probs) == set(plan.trained)
     train_mode(wrapper)
     for parameter in policy.parameters().values():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import UserError
 
+STATES = ("hidden_states", "sample", "input_ids")  # names of what a network's states are passed as
 MAX_CACHED_BYTES = 2 << 30  # SD3 and FLUX need about 5 MB a prompt, on the device of the text encoder
 CANNOT_TELL = (
     "sampler.cfg_gradient: conditional cannot tell the conditional from the unconditional rows in this "
@@ -200,9 +201,14 @@ def _stack(rows: list[Any]) -> Any:
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The rows of a network's call: those of its states, which come first or by name."""
-    states = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
+    """The rows of a network's call: those of its states."""
+    states = states_of_call(args, kwargs)
     return len(states) if states is not None else 0
+
+
+def states_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The states of a network's call, which come first or by name; None without either."""
+    return args[0] if args else next((kwargs[name] for name in STATES if name in kwargs), None)
 
 
 def _rows(value: Any) -> int:

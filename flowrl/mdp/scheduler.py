@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.mdp.conditioning import states_of_call
 
 StepFunction = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -246,7 +247,7 @@ def idle(networks: Iterable[Any]) -> Iterator[None]:
         return [zeros(row) for row in state] if isinstance(state, list) else torch.zeros_like(state)
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Any]:
-        return (zeros(args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))),)
+        return (zeros(states_of_call(args, kwargs)),)
 
     with ExitStack() as stack:
         for network in networks:

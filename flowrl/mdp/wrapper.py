@@ -277,7 +277,19 @@ class SamplerWrapper(ABC):
 
         visible = slice(self.num_steps - self.decoding_steps, self.num_steps)
         images = self._run(trajectory.request, on_step, visible, latents, decode=True)
-        return to_samples(images, self.call)
+        return self.to_samples(images, trajectory.request)
+
+    def to_samples(self, output: Tensor, request: Request) -> Samples:
+        """What a call of the pipeline for ``output_type`` "pt" returned, as rewards take it: on the CPU.
+
+        Pixels become float32 in [0, 1]; a clip of one frame is an image.
+        """
+        images = output.detach().to("cpu", torch.float32)
+        if images.ndim == 5 and images.shape[1] == 1:
+            images = images[:, 0]
+        if images.ndim == 5:
+            return Samples(images, fps=float(self.call.get("frame_rate", self.call.get("fps", 16))))
+        return Samples(images)
 
     def schedule(self) -> tuple[float, ...]:
         """The (T + 1,) noise levels of a call of one row; UserError if the pipeline refuses its arguments."""
@@ -387,13 +399,3 @@ class SamplerWrapper(ABC):
         ``replayed``: whether the steps of such a call are replayed, which rules out some arguments.
         """
         check_arguments(self._plain_call, type(self.pipe).__name__, section, options, replayed)
-
-
-def to_samples(images: Tensor, call: dict[str, Any]) -> Samples:
-    """Decoded pixels as `Samples`: float32 in [0, 1] on the CPU; a clip of one frame is an image."""
-    images = images.detach().to("cpu", torch.float32)
-    if images.ndim == 5 and images.shape[1] == 1:
-        images = images[:, 0]
-    if images.ndim == 5:
-        return Samples(images, fps=float(call.get("frame_rate", call.get("fps", 16))))
-    return Samples(images)

@@ -7,7 +7,7 @@ what training will do. `preflight_check` is its short form before every training
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -144,11 +144,11 @@ def _examine_rewards(run: Run, samples: Samples, diagnosis: Diagnosis) -> None:
     request, *others = run.trainer.sampler.requests(0)
     shape = samples.images.shape
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    probes = {"samples": samples.images, "noise": noise, "grey": torch.full(shape, 0.5)}
-    scores = {
-        name: rewards.score(Samples(images, samples.fps), request.prompts, request.metadata)
-        for name, images in probes.items()
-    }
+    probes = {"samples": samples, "noise": replace(samples, images=noise)}
+    probes["grey"] = replace(samples, images=torch.full(shape, 0.5))
+    if samples.texts is not None:
+        probes = {"samples": samples, "empty": replace(samples, texts=("",) * len(samples))}
+    scores = {name: rewards.score(probe, request.prompts, request.metadata) for name, probe in probes.items()}
     for other in others:
         if not any(_is_constant(column) for column in torch.cat(list(scores.values())).unbind(1)):
             break
@@ -173,8 +173,8 @@ def _examine_rewards(run: Run, samples: Samples, diagnosis: Diagnosis) -> None:
             )
         elif _is_constant(values):
             diagnosis.problems.append(
-                f"reward {name!r} is constant: {float(finite[0]):g} for {len(own)} samples, for noise and "
-                "for plain grey; nothing could be learnt from it"
+                f"reward {name!r} is constant: {float(finite[0]):g} for {len(own)} samples, and for "
+                f"{' and for '.join(list(scores)[1:])}; nothing could be learnt from it"
             )
     diagnosis.facts["rewards"] = facts
 

@@ -17,6 +17,7 @@ import torch
 from flowrl.errors import UserError
 from flowrl.mdp.seeds import derive_seed, generator
 from flowrl.mdp.trajectory import Request
+from flowrl.pictures import open_picture
 
 MAX_PROMPT_CHARACTERS = 20_000
 
@@ -31,6 +32,9 @@ class Prompt:
 
 def read_prompts(path: Path, key: str) -> list[Prompt]:
     """Reads a prompt file: JSONL records with a ``prompt`` (GenEval's schema), or one prompt a line.
+
+    A record may have an ``image``, the picture that a question is about: a path, relative to the file, or a
+    data URI.
 
     Args:
         path: a ``.jsonl`` or a text file.
@@ -62,10 +66,23 @@ def read_prompts(path: Path, key: str) -> list[Prompt]:
             raise UserError(f"{key}: {path} line {number}: a record needs a 'prompt' text")
         if len(record["prompt"]) > MAX_PROMPT_CHARACTERS:
             raise UserError(f"{key}: {path} line {number}: longer than {MAX_PROMPT_CHARACTERS} characters")
+        if "image" in record:
+            try:
+                record["image"] = _picture(record["image"], path.parent)
+            except UserError as error:
+                raise UserError(f"{key}: {path} line {number}: {error}") from None
         prompts.append(Prompt(record["prompt"], record))
     if not prompts:
         raise UserError(f"{key} = {str(path)!r}: holds no prompt")
     return prompts
+
+
+def _picture(source: Any, folder: Path) -> Any:
+    """A record's ``image``, checked; relative paths are relative to the prompt file."""
+    if isinstance(source, str) and not source.startswith("data:"):
+        source = str(folder / source)
+    open_picture(source)
+    return source
 
 
 class PromptSampler:

@@ -7,6 +7,7 @@ used every time, so before and after differ by the weights alone.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor
 from flowrl.mdp.scheduler import placed
 from flowrl.mdp.seeds import derive_seed
 from flowrl.mdp.trajectory import Request
-from flowrl.mdp.wrapper import SamplerWrapper, to_samples
-from flowrl.reward import RewardSet
+from flowrl.mdp.wrapper import SamplerWrapper
+from flowrl.reward import RewardSet, Samples
 from flowrl.training.data import Prompt
 from flowrl.training.distributed import Engine
-from flowrl.training.meters import image_meters, pairwise_diversity
+from flowrl.training.meters import image_meters, pairwise_diversity, text_diversity
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Evaluation:
         metrics: ``eval/<judge>/mean``, ``eval/<judge>/tag/<tag>``, ``eval/<meter>``, ``eval/diversity``.
         scores: (N, R) raw scores of every sample.
         grid: images of the grid prompts, (M, 3, H, W) or (M, F, 3, H, W), float in [0, 1].
-        captions: (M,) their prompts.
+        captions: (M,) their prompts, and the answers to them where texts are sampled.
     """
 
     metrics: dict[str, float]
@@ -90,28 +91,31 @@ class Evaluator:
     def evaluate(self) -> Evaluation:
         """Samples every prompt and scores it; the same figures on every rank."""
         batches = self._batches()
-        images, scores = [], []
+        outputs, scores = [], []
         for batch in self._turns(batches):
-            samples = to_samples(self._sample(batch), self.wrapper.call)
-            images.append(samples.images)
+            outputs.append(self._sample(batch))
+            samples = self.wrapper.to_samples(outputs[-1], self._request(batch))
             scores.append(
                 self.judges.score(samples, [p.text for p, _ in batch], [p.metadata for p, _ in batch])
             )
         all_scores = self._collect(scores, batches)
-        all_images = self._collect(images, batches)
         rows = [row for batch in batches for row in batch]
+        everything = self.wrapper.to_samples(self._collect(outputs, batches), self._request(rows))
+        shown = self._grid_rows(rows)
+        texts = [prompt.text for prompt, _ in rows]
         return Evaluation(
-            metrics=self._metrics(all_scores, all_images, rows),
+            metrics=self._metrics(all_scores, everything, rows),
             scores=all_scores,
-            grid=all_images[self._grid_rows(rows)],
-            captions=[rows[i][0].text for i in self._grid_rows(rows)],
+            grid=everything.images[shown],
+            captions=[captioned(texts, everything)[i] for i in shown],
         )
 
-    def sample(self) -> tuple[Tensor, list[tuple[Prompt, int]]]:
-        """Samples every prompt without scoring: images of all rows, and which prompt and member each is."""
+    def sample(self) -> tuple[Samples, list[tuple[Prompt, int]]]:
+        """Samples every prompt without scoring: all rows, and which prompt and member each is."""
         batches = self._batches()
-        mine = [to_samples(self._sample(batch), self.wrapper.call).images for batch in self._turns(batches)]
-        return self._collect(mine, batches), [row for batch in batches for row in batch]
+        mine = [self._sample(batch) for batch in self._turns(batches)]
+        rows = [row for batch in batches for row in batch]
+        return self.wrapper.to_samples(self._collect(mine, batches), self._request(rows)), rows
 
     def _batches(self) -> list[list[tuple[Prompt, int]]]:
         rows = [(prompt, member) for prompt in self.prompts for member in range(self.samples_per_prompt)]
@@ -125,16 +129,17 @@ class Evaluator:
         surplus = -len(batches) % self.engine.world
         return self.engine.share(batches + batches[-1:] * surplus)
 
+    def _request(self, batch: list[tuple[Prompt, int]]) -> Request:
+        seeds = tuple(derive_seed(self.seed, "evaluation", p.text, member) for p, member in batch)
+        return Request(tuple(p.text for p, _ in batch), tuple(p.metadata for p, _ in batch), (), seeds, seeds)
+
     @torch.no_grad()
     def _sample(self, batch: list[tuple[Prompt, int]]) -> Tensor:
-        seeds = tuple(derive_seed(self.seed, "evaluation", p.text, member) for p, member in batch)
-        request = Request(
-            tuple(p.text for p, _ in batch), tuple(p.metadata for p, _ in batch), (), seeds, seeds
-        )
-        arguments = self.wrapper.arguments(request, self.guidance, self.num_steps)
+        """What the pipeline returns for ``output_type`` "pt", on the CPU."""
+        arguments = self.wrapper.arguments(self._request(batch), self.guidance, self.num_steps)
         with placed(self.wrapper.pipe, "scheduler", self.scheduler):
             output = self.wrapper.pipe(**arguments, output_type="pt", return_dict=False)[0]
-        return output if isinstance(output, Tensor) else torch.stack(list(output))
+        return (output if isinstance(output, Tensor) else torch.stack(list(output))).cpu()
 
     def _collect(self, mine: list[Tensor], batches: list[list[tuple[Prompt, int]]]) -> Tensor:
         """All ranks' rows in order; the last batch may be short, so rows are padded for the gathering."""
@@ -148,7 +153,7 @@ class Evaluator:
         blocks = self.engine.gather_shares(padded).split(self.batch_size)
         return torch.cat([block[: len(batch)] for block, batch in zip(blocks, batches, strict=False)])
 
-    def _metrics(self, scores: Tensor, images: Tensor, rows: list[tuple[Prompt, int]]) -> dict[str, float]:
+    def _metrics(self, scores: Tensor, samples: Samples, rows: list[tuple[Prompt, int]]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for column, judge in enumerate(self.judges.names):
             values = scores[:, column]
@@ -159,10 +164,13 @@ class Evaluator:
                     by_tag[str(prompt.metadata["tag"])].append(i)
             for tag, members in sorted(by_tag.items()):
                 metrics[f"eval/{judge}/tag/{tag}"] = _finite_mean(values[members])
+        index = torch.arange(len(self.prompts)).repeat_interleave(self.samples_per_prompt)
+        if samples.texts is not None:
+            return metrics | {"eval/diversity": text_diversity(samples.texts, index)}
+        images = samples.images
         frames = images if images.ndim == 4 else images.flatten(0, 1)
         metrics |= {f"eval/{name}": value for name, value in image_meters(frames).items()}
         still = images if images.ndim == 4 else images[:, images.shape[1] // 2]
-        index = torch.arange(len(self.prompts)).repeat_interleave(self.samples_per_prompt)
         metrics["eval/diversity"] = pairwise_diversity(still, index if self.samples_per_prompt > 1 else None)
         return metrics
 
@@ -171,6 +179,13 @@ class Evaluator:
         count = min(self.grid_prompts, len(self.prompts))
         picked = [i * len(self.prompts) // count for i in range(count)]
         return [i * self.samples_per_prompt for i in picked]
+
+
+def captioned(prompts: Sequence[str], samples: Samples) -> list[str]:
+    """What is written below pictures: the prompts, and the answers to them where texts were sampled."""
+    if samples.texts is None:
+        return list(prompts)
+    return [f"{prompt}: {text or '-'}" for prompt, text in zip(prompts, samples.texts, strict=True)]
 
 
 def _finite_mean(values: Tensor) -> float:

@@ -7,6 +7,9 @@ plain floats, the mean over the images.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -110,6 +113,17 @@ def pairwise_diversity(images: Tensor, groups: Tensor | None = None) -> float:
         if len(members) > 1:
             means.append(torch.pdist(members).double().mean() / members.shape[1] ** 0.5)
     return float(torch.stack(means).mean()) if means else float("nan")
+
+
+def text_diversity(texts: Sequence[str], groups: Tensor) -> float:
+    """The share of pairs of one prompt's texts that differ, in [0, 1]: the mean over groups with a pair."""
+    shares = []
+    for group in groups.unique():
+        members = [text for text, other in zip(texts, groups.tolist(), strict=True) if other == group]
+        pairs = list(combinations(members, 2))
+        if pairs:
+            shares.append(sum(a != b for a, b in pairs) / len(pairs))
+    return sum(shares) / len(shares) if shares else float("nan")
 
 
 def _luma(images: Tensor) -> Tensor:
