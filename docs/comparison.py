@@ -173,7 +173,9 @@ def plot(methods: list[str], seeds: list[int], out: Path, file: Path) -> None:
         for _, values in curves:
             axes.plot(share, values, color=f"C{number}", linewidth=0.6, alpha=0.5)
         mean = [statistics.mean(values) for values in zip(*(v for _, v in curves), strict=True)]
-        axes.plot(share, mean, color=f"C{number}", linewidth=2, label=METHODS[method].label)
+        # Dashes let a curve be seen that lies under another.
+        style = "--" if number % 2 else "-"
+        axes.plot(share, mean, style, color=f"C{number}", linewidth=2, label=METHODS[method].label)
     axes.set_xlabel("share of the network evaluations")
     axes.set_ylabel("held-out exact scene score")
     axes.grid(alpha=0.3)

@@ -212,18 +212,13 @@ def sample(
     for number, image in enumerate(images):
         still = image if image.ndim == 3 else image[image.shape[0] // 2]
         to_pil_image(still).save(out / f"{number:04d}.png")
-    records: list[dict[str, Any]] = [
-        {"file": f"{n:04d}.png", "prompt": prompt.text, "member": member}
-        for n, (prompt, member) in enumerate(rows)
-    ]
-    for record, text in zip(records, samples.texts or (), strict=False):
-        record["text"] = text
+    records = [{"file": f"{n:04d}.png", "prompt": p.text, "member": m} for n, (p, m) in enumerate(rows)]
+    records = [r | ({"text": samples.texts[n]} if samples.texts else {}) for n, r in enumerate(records)]
     (out / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     (out / "settings.json").write_text(json.dumps(evaluator.settings, indent=2) + "\n", encoding="utf-8")
     columns = count if count > 1 else min(6, len(images))
     scale = max(1, 160 // images.shape[-1])
-    captions = captioned([prompt.text for prompt, _ in rows], samples)
-    grid = picture_grid(images, captions, columns=columns, scale=scale)
+    grid = picture_grid(images, captioned([p.text for p, _ in rows], samples), columns=columns, scale=scale)
     grid.save(out / "grid.png")
     console.print(f"{len(images)} samples of {config.name} in {out}", highlight=False)
 

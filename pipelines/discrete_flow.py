@@ -9,8 +9,7 @@ Shapes: B rows, L positions, V data tokens, S states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.mdp.token_logits import reshape_logits
-from flowrl.mdp.token_paths import PathLevel, TokenPath
-from flowrl.mdp.trajectory import Request
-from flowrl.mdp.wrapper import SamplerWrapper
+from flowrl.mdp.token_wrapper import TokenWrapper
 from flowrl.registry import ComponentConfig, register
 
 
@@ -181,67 +178,12 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
 
 
 @register("wrapper", "discrete_flow")
-class DiscreteFlow(SamplerWrapper):
-    """Any pipeline whose scheduler walks a token path."""
-
-    family: ClassVar[str] = "tokens"
+class DiscreteFlow(TokenWrapper):
+    """A `DiscreteFlowPipeline`, or any other that makes pictures and whose scheduler walks a token path."""
 
     class Config(ComponentConfig):
         """No options: everything is the pipeline's own."""
 
     def __init__(self, config: Config, **collaborators: Any) -> None:
-        """See `SamplerWrapper` for the collaborators.
-
-        Raises:
-            UserError: for sampling options whose actions have no probability that can be trained.
-        """
-        collaborators["deterministic"] = collaborators["kernel"]  # every step of the chain is a draw
+        """See `TokenWrapper`."""
         super().__init__(**collaborators)
-        options = {**self.call, **self.guidance}
-        for name in ("top_k", "top_p"):
-            if options.get(name) is not None:
-                raise UserError(
-                    f"sampler.guidance.{name} = {options[name]}: which tokens it keeps moves with the "
-                    "weights, so that a recorded token may become impossible; leave it out (temperature and "
-                    "guidance_scale are part of the scored distribution), or use it in evaluation.guidance"
-                )
-        if options.get("temperature") == 0:
-            raise UserError(
-                "sampler.guidance.temperature = 0: a greedy step has no probability; use a temperature above "
-                "0, or 0 in evaluation.guidance only"
-            )
-
-    def check_scheduler(self, scheduler: Any) -> None:
-        """Raises UserError unless the scheduler has a token path."""
-        if not isinstance(getattr(scheduler, "path", None), TokenPath):
-            raise UserError(
-                f"model.wrapper discrete_flow: {type(scheduler).__name__} walks no token path; it takes a "
-                "DiscreteFlowScheduler"
-            )
-
-    def read_sigmas(self, scheduler: Any) -> tuple[PathLevel, ...]:
-        """1 - t of every step, with the path."""
-        return tuple(PathLevel(float(sigma), scheduler.path) for sigma in scheduler.sigmas)
-
-    def to_flow(self, prediction: Tensor, state: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-        """The posterior's log-probabilities (B, L, S) for logits, and the tokens."""
-        assert isinstance(sigma, PathLevel)
-        return sigma.path.log_posterior(prediction, state), state
-
-    def predict(self, request: Request, state: Tensor, sigma: float) -> Tensor:
-        """Log-probabilities (B, L, S) of the clean tokens, for noisy ones (B, L)."""
-        path: TokenPath = self.pipe.scheduler.path
-        return path.log_posterior(super().predict(request, state, sigma), state)
-
-    def noising(self, generator: torch.Generator) -> Callable[[Tensor, float], Tensor]:
-        """By the path: tokens (B, L) and a level to noisy tokens."""
-        path: TokenPath = self.pipe.scheduler.path
-
-        def noised(tokens: Tensor, sigma: float) -> Tensor:
-            times = torch.full((len(tokens),), 1 - sigma, dtype=torch.float64)
-            return path.noised(tokens.cpu(), times, generator).to(tokens.device)
-
-        return noised
-
-    def _time_of(self, sigma: float) -> Tensor:
-        return torch.tensor([1 - sigma])

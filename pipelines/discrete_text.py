@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from flowrl.errors import UserError
 from flowrl.mdp.token_logits import reshape_logits
+from flowrl.mdp.token_wrapper import TokenWrapper
 from flowrl.mdp.trajectory import Request
 from flowrl.pictures import data_uri, open_picture
-from flowrl.pipelines.discrete_flow import DiscreteFlow
 from flowrl.registry import ComponentConfig, register
 from flowrl.reward import Samples
 
@@ -197,13 +197,17 @@ class DiscreteTextOutput(BaseOutput):  # type: ignore[misc]
 
 
 @register("wrapper", "discrete_text")
-class DiscreteText(DiscreteFlow):  # type: ignore[misc]
+class DiscreteText(TokenWrapper):
     """A `DiscreteTextPipeline`; pictures come from the ``image`` of the prompts' records."""
 
     probe: ClassVar[Request] = Request(("schedule",), ({"image": BLANK},), (0,), (0,), (0,))
 
     class Config(ComponentConfig):
         """No options: everything is the pipeline's own."""
+
+    def __init__(self, config: Config, **collaborators: Any) -> None:
+        """See `TokenWrapper`."""
+        super().__init__(**collaborators)
 
     def arguments(
         self, request: Request, guidance: dict[str, Any] | None = None, num_steps: int | None = None

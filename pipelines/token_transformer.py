@@ -1,6 +1,6 @@
-"""A small transformer that predicts the tokens of a picture from noisy ones and a text.
+"""Small transformers that predict the clean tokens: of a picture for a text, or of an answer about a picture.
 
-One stream: picture tokens (a grid) and text tokens attend to each other; convolutions over the grid, at the
+One stream: the grid of the picture and text tokens attend to each other; convolutions over the grid, at the
 start and in every MLP, tell it what lies where. Without them a model of this size hardly learns shapes.
 
 Shapes: B rows, L = side^2 picture tokens, M text tokens, V data tokens, S states (V, and a mask).
@@ -91,6 +91,74 @@ class TokenTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: igno
         for block in self.blocks:
             x = block(x, length, mask)
         return (self.head(self.norm(x[:, :length])),)
+
+
+class TextTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[misc]
+    """Logits of the clean tokens of an answer. Like other masked language models, it is not told the time."""
+
+    _supports_gradient_checkpointing = False
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self,
+        num_states: int,
+        side: int = 8,
+        patch_width: int = 192,
+        prompt_length: int = 12,
+        answer_length: int = 3,
+        width: int = 96,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        mlp_ratio: float = 3.0,
+    ) -> None:
+        """Makes the layers.
+
+        Args:
+            num_states: tokens of the vocabulary, special ones among them.
+            side: of the grid of patches.
+            patch_width: numbers of a patch.
+            prompt_length, answer_length: tokens of a question (at most) and of an answer.
+            width: of the stream.
+            num_layers, num_heads, mlp_ratio: of the blocks.
+        """
+        super().__init__()
+        self.tokens = nn.Embedding(num_states, width)
+        self.places = nn.Parameter(0.02 * torch.randn(prompt_length + answer_length, width))
+        self.patches = nn.Linear(patch_width, width)
+        self.patch_places = nn.Parameter(0.02 * torch.randn(side * side, width))
+        self.blocks = nn.ModuleList(
+            TokenBlock(width, num_heads, int(mlp_ratio * width), side) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_states)
+        nn.init.normal_(self.tokens.weight, std=0.5)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        image_features: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Logits (B, A, S) of the clean tokens of an answer.
+
+        Args:
+            hidden_states: (B, A) noisy tokens.
+            prompt_ids: (B, Q) tokens of the question.
+            prompt_mask: (B, Q), 1 where there is text.
+            image_features: (B, side^2, patch_width) patches of the picture.
+            return_dict: has no effect; a tuple is returned.
+        """
+        answer = self.places[-hidden_states.shape[1] :] + self.tokens(hidden_states)
+        question = self.places[: prompt_ids.shape[1]] + self.tokens(prompt_ids)
+        picture = self.patches(image_features.to(self.places.dtype)) + self.patch_places
+        x = torch.cat([picture, answer, question], dim=1)
+        length, start = picture.shape[1], picture.shape[1] + answer.shape[1]
+        mask = F.pad(prompt_mask.bool(), (start, 0), value=True)[:, None, None]
+        for block in self.blocks:
+            x = block(x, length, mask)
+        return (self.head(self.norm(x[:, length:start])),)
 
 
 class TokenBlock(nn.Module):

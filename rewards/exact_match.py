@@ -6,19 +6,16 @@ usual for short answers (SQuAD, arXiv 1606.05250). The record's ``answer`` is a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.answers import normalized, right_answers
 from flowrl.errors import UserError
 from flowrl.registry import ComponentConfig, register
 from flowrl.reward import Samples
-
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = re.compile(r"[^\w\s]")
 
 
 @register("reward", "exact_match")
@@ -46,24 +43,3 @@ class ExactMatch:
             right = right_answers(record, "exact_match")
             scores.append(float(normalized(text) in {normalized(answer) for answer in right}))
         return torch.tensor(scores, dtype=torch.float32)
-
-
-def normalized(text: str) -> str:
-    """Lower case, without punctuation and articles, words parted by one space."""
-    return " ".join(ARTICLES.sub(" ", PUNCTUATION.sub(" ", text.lower())).split())
-
-
-def right_answers(record: dict[str, Any], reward: str) -> list[str]:
-    """The right texts of a record.
-
-    Raises:
-        UserError: if ``answer`` is missing, or neither a text nor a list of texts.
-    """
-    answer = record.get("answer")
-    answers: list[Any] = answer if isinstance(answer, list) else [answer]
-    if not answers or not all(isinstance(text, str) and text.strip() for text in answers):
-        raise UserError(
-            f"reward {reward}: the record of {record.get('prompt')!r} has answer = {answer!r}; "
-            "a text or a list of texts is needed"
-        )
-    return answers

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.answers import normalized, right_answers
 from flowrl.errors import UserError
 from flowrl.registry import ComponentConfig, register
 from flowrl.reward import Samples
-from flowrl.rewards.exact_match import normalized, right_answers
 
 LETTER = re.compile(r"\s*(?:\(([A-Za-z])\)|([A-Za-z])(?:[.):]|\s*$))")
 

@@ -28,8 +28,8 @@ from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.objective import TrajectoryStep
 from flowrl.pictures import data_uri, open_picture
 from flowrl.pipelines.discrete_text import DiscreteTextPipeline
-from flowrl.pipelines.text_transformer import TextTransformer
 from flowrl.pipelines.token_scheduler import DiscreteFlowScheduler
+from flowrl.pipelines.token_transformer import TextTransformer
 from flowrl.reward import Samples
 from flowrl.shapes.detector import read_scene
 from flowrl.shapes.questions import COUNTS, KINDS, WORDS, question_records

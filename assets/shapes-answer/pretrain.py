@@ -3,8 +3,9 @@
     python assets/shapes-answer/pretrain.py --out runs/shapes-answer
 
 Writes a folder that ``flowrl.pipelines.discrete_text.DiscreteTextPipeline.from_pretrained`` loads, and
-metrics as JSON lines beside it. With ``--questions FOLDER``, only writes the files of questions to train and evaluate
-on, ``shapes_questions_train.jsonl`` and ``shapes_questions_heldout.jsonl``: other scenes than those here.
+metrics as JSON lines beside it. With ``--questions FOLDER``, only writes the files of questions to train
+and evaluate on, ``shapes_questions_train.jsonl`` and ``shapes_questions_heldout.jsonl``: other scenes than
+those here.
 
 Loss: cross-entropy of the clean tokens at masked positions; times uniform. Over the last steps a share of the
 answers is that of another question of the same kind: a model that can do more than it shows.
@@ -26,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flowrl.mdp.token_losses import cross_entropy
 from flowrl.pipelines.discrete_text import DiscreteTextPipeline
-from flowrl.pipelines.text_transformer import TextTransformer
 from flowrl.pipelines.token_scheduler import DiscreteFlowScheduler
+from flowrl.pipelines.token_transformer import TextTransformer
 from flowrl.shapes.prompts import write_jsonl
 from flowrl.shapes.questions import WORDS, question_records
 

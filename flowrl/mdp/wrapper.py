@@ -280,10 +280,7 @@ class SamplerWrapper(ABC):
         return self.to_samples(images, trajectory.request)
 
     def to_samples(self, output: Tensor, request: Request) -> Samples:
-        """What a call of the pipeline for ``output_type`` "pt" returned, as rewards take it: on the CPU.
-
-        Pixels become float32 in [0, 1]; a clip of one frame is an image.
-        """
+        """What a call with ``output_type`` "pt" returned, as rewards take it; one frame is an image."""
         images = output.detach().to("cpu", torch.float32)
         if images.ndim == 5 and images.shape[1] == 1:
             images = images[:, 0]
