@@ -103,7 +103,7 @@ class DiscreteFlowPipeline(DiffusionPipeline):  # type: ignore[misc]
                 if negative is not None:
                     empty = self._logits(tokens, negative, times, negative_mask)
                     logits = empty + guidance_scale * (logits - empty)
-                logits = reshape_logits(logits, temperature, top_k, top_p)
+                logits = reshape_logits(logits, temperature, top_k, top_p, self.scheduler.path.mask_id)
                 tokens = self.scheduler.step(logits, time, tokens, generator=generator, return_dict=False)[0]
                 bar.update()
         images = tokens if output_type == "latent" else self.decode_tokens(tokens, output_type)

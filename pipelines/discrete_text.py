@@ -118,7 +118,7 @@ class DiscreteTextPipeline(DiffusionPipeline):  # type: ignore[misc]
         with self.progress_bar(total=len(self.scheduler.timesteps)) as bar:
             for time in self.scheduler.timesteps:
                 logits = self._logits(tokens, ids, mask, features)
-                logits = reshape_logits(logits, temperature, top_k, top_p)
+                logits = reshape_logits(logits, temperature, top_k, top_p, self.scheduler.path.mask_id)
                 tokens = self.scheduler.step(logits, time, tokens, generator=generator, return_dict=False)[0]
                 bar.update()
         answers = self.decode_tokens(tokens) if output_type == "text" else tokens

@@ -348,6 +348,25 @@ def test_k3_is_unbiased_for_the_kl_to_the_reference(source: str) -> None:
     assert build(kl="k3", kl_coef=1.0)(replace(made, reference=now))[1]["kl"] == 0
 
 
+def test_k3_has_the_gradient_of_the_kl_to_the_reference() -> None:
+    """By enumeration of y, with the policy away from the one that acted; not that of KL(ref || p)."""
+    acted, leaf = draw(1, 1, V, seed=2), draw(1, 1, V, seed=1).requires_grad_()
+    x = torch.full((1, 1), V)
+    now, old, reference = (law(v, x, "mask", MIXTURE) for v in (leaf, acted, draw(1, 1, V, seed=6)))
+    total = torch.zeros((), dtype=torch.float64)
+    for y in range(V + 1):
+        action = torch.full((1, 1), y)
+        chance = old.token_log_probs(action).exp()
+        made = step_of(now, action, old.token_log_probs(action), reference=reference)
+        loss = build(kl="k3", kl_coef=1.0)(replace(made, advantages=torch.zeros(1)))[0]
+        total = total + float(chance) * loss
+    (got,) = torch.autograd.grad(total, leaf, retain_graph=True)
+    exact = now.kl(reference).sum()
+    (expected,) = torch.autograd.grad(exact, leaf)
+    assert float(total.detach()) == pytest.approx(float(exact.detach()), rel=1e-5)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 # -- rows and steps that are not to be used ------------------------------------------------------------------
 
 

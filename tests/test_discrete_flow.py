@@ -16,6 +16,7 @@ from flowrl.errors import UserError
 from flowrl.mdp.policy import DTYPES, Policy
 from flowrl.mdp.steps import StepPlan
 from flowrl.mdp.token_logits import reshape_logits
+from flowrl.mdp.token_paths import MixturePath
 from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline
 from flowrl.tools.doctor import examine
 
@@ -142,6 +143,18 @@ def test_reshaped_logits() -> None:
             chosen.add(token)
             mass += float(probs[token])
         assert {i for i in range(CODES) if torch.isfinite(row[i])} == chosen
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.9}])
+def test_the_mask_takes_no_place_among_the_likeliest(options: dict[str, Any]) -> None:
+    """A network may give the mask, which is no data, its largest logit."""
+    path = MixturePath(6, "mask", mask_id=5)
+    logits = torch.tensor([[[0.0, 0.0, 1.0, 0.0, 0.0, 9.0]]])
+    cut = reshape_logits(logits, **options, never=path.mask_id)
+    posterior = path.log_posterior(cut, torch.full((1, 1), 5)).exp()
+    assert posterior.isfinite().all() and float(posterior.sum()) == pytest.approx(1.0)
+    assert int(posterior.argmax()) == 2 and float(posterior[..., 5]) == 0.0
+    assert torch.equal(cut[..., :5], reshape_logits(logits[..., :5], **options))
 
 
 @pytest.mark.parametrize("objective", [{"name": "dflow_grpo", "kl_coef": 0.01}, {"name": "grpo"}])

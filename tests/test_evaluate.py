@@ -60,9 +60,9 @@ def test_it_is_the_pipeline_as_its_users_call_it(tiny: str, cfg: bool) -> None:
     """Bit for bit, one prompt a call, after training has changed the weights."""
     run = judged_by(tiny_run("training.micro_batch_size=2", tiny=tiny, cfg=cfg), brightness)
     run.trainer.run_iteration()
-    images, rows = evaluator(run, batch_size=1, prompts=PROMPTS[:2]).sample()
+    samples, rows = evaluator(run, batch_size=1, prompts=PROMPTS[:2]).sample()
     assert [(p.text, member) for p, member in rows] == [(p.text, m) for p in PROMPTS[:2] for m in (0, 1)]
-    for image, (prompt, member) in zip(images, rows, strict=True):
+    for image, (prompt, member) in zip(samples.images, rows, strict=True):
         mine = by_hand(tiny, run, prompt.text, member)[0]
         if mine.ndim == 4 and len(mine) == 1:  # a clip of one frame is an image
             mine = mine[0]
@@ -149,17 +149,17 @@ def test_diversity_is_within_prompts_and_between_them_if_each_has_one() -> None:
         return sum(float((images[a] - images[b]).square().mean().sqrt()) for a, b in pairs) / len(pairs)
 
     mine = evaluator(run)
-    within = distances(mine.sample()[0], [(2 * k, 2 * k + 1) for k in range(5)])
+    within = distances(mine.sample()[0].images, [(2 * k, 2 * k + 1) for k in range(5)])
     assert mine.evaluate().metrics["eval/diversity"] == pytest.approx(within, rel=1e-5)
     single = evaluator(run, samples_per_prompt=1)
-    between = distances(single.sample()[0], [(a, b) for a in range(5) for b in range(a)])
+    between = distances(single.sample()[0].images, [(a, b) for a in range(5) for b in range(a)])
     assert single.evaluate().metrics["eval/diversity"] == pytest.approx(between, rel=1e-5)
 
 
 @pytest.mark.parametrize(("count", "places"), [(1, [0]), (2, [0, 2]), (3, [0, 1, 3]), (9, [0, 1, 2, 3, 4])])
 def test_the_grid_is_spread_over_the_file(count: int, places: list[int]) -> None:
     mine = evaluator(tiny_run(), grid_prompts=count)
-    result, images = mine.evaluate(), mine.sample()[0]
+    result, images = mine.evaluate(), mine.sample()[0].images
     assert result.captions == [PROMPTS[place].text for place in places]
     assert torch.equal(result.grid, images[[2 * place for place in places]])
 
@@ -185,9 +185,9 @@ def test_a_recipe_decides_the_evaluation() -> None:
     )
     mine = run.evaluator
     assert mine is not None and len(mine.prompts) == 2 and mine.judges.names == ("size",)
-    images, rows = mine.sample()
+    samples, rows = mine.sample()
     run.wrapper.guidance = {"guidance_scale": 3.0}
-    for image, (prompt, member) in zip(images, rows, strict=True):
+    for image, (prompt, member) in zip(samples.images, rows, strict=True):
         expected = by_hand("sd3_no_t5", run, prompt.text, member, seed=4, num_steps=2)[0]
         assert torch.allclose(image, expected, atol=1e-5)
     plain = tiny_run("evaluation={max_prompts: null}").evaluator

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def reshape_logits(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    never: int | None = None,
 ) -> Tensor:
     """Logits (..., V) after temperature, top-k and top-p; what is cut off has -inf.
 
-    ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it.
+    ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it. ``never`` is a token that is
+    no data, the mask: it takes no place among the likeliest.
     """
+    if never is not None and never < logits.shape[-1]:
+        never_here = torch.arange(logits.shape[-1], device=logits.device) == never
+        logits = logits.masked_fill(never_here, float("-inf"))
     if temperature == 0:
         top_k = 1
     elif temperature != 1:

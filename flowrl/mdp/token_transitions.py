@@ -6,9 +6,12 @@ step (flowrl/mdp/token_paths.py). Four ways to score it, for B rows of L positio
     Categorical    log p(y), a table (B, L, S): where the sum over x1 has a closed form
     Marginal       log sum over x1 of p(x1) K(y | x, x1): exact, V terms a position
     Joint          log p(x1) + log K(y | x, x1) of the x1 that was drawn
-    Draws          log (1/n) sum over j of p(x1_j) / p_old(x1_j) K(y | x, x1_j), x1_j ~ p_old: unbiased
+    Draws          log (1/n) sum over j of p(x1_j) / p_old(x1_j) K(y | x, x1_j), x1_j ~ p_old
 
-The first two give a smaller variance: they average what the third leaves to chance (Rao-Blackwell).
+The first two give a smaller variance: they average what the third leaves to chance (Rao-Blackwell). The last
+is an unbiased estimate of p(y) for a y that does not depend on the draws. The recorded y does, being drawn by
+the law of one of them, and its estimate is too high; but new over old is an unbiased importance ratio for
+(y, draws), E_old[ratio f(y)] = E_new[f(y)], and training needs no more.
 """
 
 from __future__ import annotations
@@ -210,7 +213,7 @@ class Draws(TokenTransition):
         return action[..., 0].long()
 
     def token_log_probs(self, action: Tensor) -> Tensor:
-        """An unbiased estimate of p(y), as a logarithm."""
+        """An estimate of p(y), as a logarithm: see the head of this file for what is unbiased."""
         n = self.num_draws
         y, draws, old = action[..., :1].long(), action[..., 1 : n + 1].long(), action[..., n + 1 :]
         new = self.log_posterior.gather(-1, draws).double()

@@ -21,7 +21,8 @@ A step's gradient is A noise / std per dim of the mean, so that late steps weigh
 
     none         1
     std          std: the mean's gradient has one size at all steps, that of x0 keeps its factor alpha
-    std_over_dt  std / max(|sigma - sigma_next|, 1e-6), the option of the authors' code
+    std_over_dt  std / max(|sigma - sigma_next|, 1e-6): on flows, the option of the authors' code (which
+                 divides by the difference of times, on tables of alphas another number)
 
 Source: arXiv 2605.15190 (eq. 8 to 10, algorithm 2). Published: regression, one random transition an
 iteration, advantages normalised reward by reward, then summed (``advantage: {combine:

@@ -21,16 +21,17 @@ Positions that are not averaged have no gradient. A known token has probability 
 "changed" picks positions by the action, which biases the gradient on uniform and metric paths: a baseline
 no longer cancels. Clipping at level "dim" stops a position's gradient for either sign of A, unlike PPO's.
 
-KL to the reference, averaged over the same positions: "exact" sums over the vocabulary; "k3" is r - 1 - log r
-with r = p_ref(y) / p(y), unbiased for KL(p || p_ref) as long as y was drawn from p and all or changeable
-positions are counted; with the kernels' rate_mc it is an upper bound.
+KL to the reference, averaged over the same positions: "exact" sums over the vocabulary; "k3" is
+rho_d (r - 1 - log r) with r = p_ref(y) / p(y). With the position's ratio rho_d in it, both its value and its
+gradient are unbiased for KL(p || p_ref), as long as all or changeable positions are counted: without it, the
+gradient at p = p_old would be that of KL(p_ref || p). With the kernels' rate_mc it is an upper bound.
 The metrics ``clip_frac_*`` say how many rows have a geometric mean outside the range, at every level.
 
 Source: arXiv 2605.09291 (published for images: sequence, all, clip 1e-3 and 1.5e-3, no KL, discount 1; for
 text KL .01).
 Differs from the authors' code: exact log-probabilities by default (kernels); their k3 has r upside down,
-which estimates KL(ref || p); steps whose law does not depend on the network are never trained;
-"changeable".
+which with y from p estimates chi^2(p || p_ref) - KL(p || p_ref), and no ratio; steps whose law does not
+depend on the network are never trained; "changeable".
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class DFlowGRPO:
         advantages = torch.where(valid, step.advantages, 0.0).double()
         rows = self._rows(ratios, log, counted, advantages)
         policy_loss = config.discount**step.index * masked_mean(rows, valid)
-        kl = self._kl(step, transition, new, counted)
+        kl = self._kl(step, transition, new, ratios, counted)
         ratio = log.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         low, high = 1 - config.clip_low, 1 + config.clip_high
         metrics = to_metrics(
@@ -121,7 +122,14 @@ class DFlowGRPO:
         ratio = log.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
 
-    def _kl(self, step: TrajectoryStep, transition: TokenTransition, new: Tensor, counted: Tensor) -> Tensor:
+    def _kl(
+        self,
+        step: TrajectoryStep,
+        transition: TokenTransition,
+        new: Tensor,
+        ratios: Tensor,
+        counted: Tensor,
+    ) -> Tensor:
         if not self.needs_reference:
             return new.new_zeros(())
         if not isinstance(step.reference, TokenTransition):
@@ -130,7 +138,8 @@ class DFlowGRPO:
             values = transition.token_kl(step.reference)
         else:
             log = step.reference.token_log_probs(step.action) - new
-            values = torch.expm1(log.clamp(max=LOG_RATIO_LIMIT)) - log
+            importance = ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            values = importance * (torch.expm1(log.clamp(max=LOG_RATIO_LIMIT)) - log)
         return masked_mean(mean_over(torch.where(counted, values, 0.0), counted), step.valid)
 
 

@@ -6,8 +6,9 @@ the positions that are not known already,
     s = mean_d (log p(x1_d | x) - log p_ref(x1_d | x))
     loss = mean over pairs of -log sigmoid(beta (s_best - s_worst))
 
-s stands in for the log-ratio of the samples' likelihoods: L mean_d (...) times a weight of t is the
-difference of two bounds of them, as in diffusion DPO; the factor is part of beta. A pair is the rows with the
+s stands in for the log-ratio of the samples' likelihoods: on a masked path L mean_d (...) times a weight of t
+is the difference of two bounds of them, as in diffusion DPO (the factor is part of beta); on uniform and
+metric paths, whose bounds hold p(x) as well, it is a heuristic. A pair is the rows with the
 highest and the lowest advantage of a group within the micro-batch; a group without two different ones gives
 none. At p = p_ref the gradient is that of -(beta / 2)(s_best - s_worst).
 
