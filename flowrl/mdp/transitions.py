@@ -55,14 +55,19 @@ class Transition(ABC):
 
 
 class Gaussian(Transition):
-    """An isotropic Gaussian N(mean, std^2 I) with one std for all rows."""
+    """An isotropic Gaussian N(mean, std^2 I) with one std for all rows.
 
-    def __init__(self, mean: Tensor, std: float) -> None:
+    ``weights`` of mean 1, which broadcast to the event dims, count some dims more than others in
+    log-densities and KL, as some losses want it; but with 1 these are no longer those of the distribution.
+    """
+
+    def __init__(self, mean: Tensor, std: float, weights: Tensor | None = None) -> None:
         """``mean``: (B, *) in float32 or float64; ``std`` >= 0: the step's own, sqrt(|dt|) included."""
         if std < 0 or not math.isfinite(std):
             raise ValueError(f"std must be finite and >= 0, got {std}")
         self.mean = mean
         self.std = float(std)
+        self.weights = weights
 
     @property
     def event_size(self) -> int:
@@ -81,7 +86,7 @@ class Gaussian(Transition):
 
     def scaled(self, factor: float) -> Gaussian:
         """Mean and std times `factor`."""
-        return self if factor == 1.0 else Gaussian(factor * self.mean, factor * self.std)
+        return self if factor == 1.0 else Gaussian(factor * self.mean, factor * self.std, self.weights)
 
     def sample(self, noise: Tensor) -> Tensor:
         """``mean + std * noise``."""
@@ -94,7 +99,7 @@ class Gaussian(Transition):
             ValueError: if there is no density, or the action's shape differs from the mean's.
         """
         self._check(action)
-        squares = sum_events(((action - self.mean) / self.std).double().square())
+        squares = sum_events(self.weighted(((action - self.mean) / self.std).double().square()))
         constant = math.log(self.std) + 0.5 * math.log(2 * math.pi)
         return -0.5 * squares - self.event_size * constant
 
@@ -105,9 +110,13 @@ class Gaussian(Transition):
         self._check(other.mean)
         if not other.has_density:
             raise ValueError("the other transition has no density")
-        squares = sum_events(((self.mean - other.mean) / other.std).double().square())
+        squares = sum_events(self.weighted(((self.mean - other.mean) / other.std).double().square()))
         ratio = self.std / other.std
         return 0.5 * squares + self.event_size * (0.5 * (ratio * ratio - 1.0) - math.log(ratio))
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """Values (B, *) of the event dims, times their weights."""
+        return values if self.weights is None else values * self.weights
 
     def _check(self, action: Tensor) -> None:
         if not self.has_density:

@@ -49,8 +49,8 @@ class SamplerWrapper(ABC):
     Class attributes:
         family: the kind of kernels that it can use.
         no_matching: why forward-process objectives cannot be used on it; empty if they can.
-        decoding_steps: steps that a call which only decodes must still take, without its networks: 1 where
-            the pipeline decodes what the last step returns rather than its latents.
+        decoding_steps: steps that a call which only decodes must still take: 1 where the pipeline decodes
+            what the last step returns rather than its latents.
         probe: a row by which the noise levels can be found.
 
     Attributes:
@@ -99,9 +99,9 @@ class SamplerWrapper(ABC):
         self.call = dict(call)
         self.guidance = dict(guidance)
         if kernel.family != self.family:
+            owner = type(pipe).__name__
             raise UserError(
-                f"sampler.kernel: a {kernel.family} kernel cannot drive the {self.family} schedule of "
-                f"{type(pipe).__name__}"
+                f"sampler.kernel: a {kernel.family} kernel cannot drive the {self.family} schedule of {owner}"
             )
         self.check_scheduler(pipe.scheduler)
         self.networks = find_networks(pipe, networks)
@@ -141,6 +141,10 @@ class SamplerWrapper(ABC):
         """
         return prediction, state
 
+    def find_layout(self, prepared: Tensor, sample: Tensor) -> Layout:
+        """What the pipeline does to latents on the way from `prepared` to its first `sample`."""
+        return layout_of(prepared, sample)
+
     def jumps(self, levels: Tensor, stochastic: Sequence[int]) -> Tensor:
         """Where the network's jump of each step ends (T,), for pipelines that tell it; of levels (T + 1,)."""
         return levels[1:]
@@ -178,8 +182,7 @@ class SamplerWrapper(ABC):
                 trajectory.states[index] = sample
             if index + 1 in kept:
                 trajectory.states[index + 1] = following
-            # Not the pipeline's output: FLUX.2 unpacks and rescales what it returns as latents.
-            trajectory.latents = following
+            trajectory.latents = following  # FLUX.2 unpacks and rescales what it returns as latents
             return following
 
         self._run(request, on_step, slice(None), None, stochastic=plan.stochastic)
@@ -360,7 +363,7 @@ class SamplerWrapper(ABC):
 
         def step(call: int, prediction: Tensor, sample: Tensor) -> Tensor:
             if self._layout is None:
-                self._layout = layout_of(prepared[-1], sample)
+                self._layout = self.find_layout(prepared[-1], sample)
             following = on_step(call, prediction, sample)
             if self._split is not None:
                 self._split.next_step()
@@ -391,8 +394,5 @@ class SamplerWrapper(ABC):
         self.forwards += rows_of_call(args, kwargs)
 
     def check_arguments(self, section: str, options: dict[str, Any], replayed: bool = True) -> None:
-        """Raises UserError for arguments under a config key that the pipeline's call cannot take.
-
-        ``replayed``: whether the steps of such a call are replayed, which rules out some arguments.
-        """
+        """Raises UserError for arguments that the pipeline's call cannot take: see `check_arguments`."""
         check_arguments(self._plain_call, type(self.pipe).__name__, section, options, replayed)

@@ -40,7 +40,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.mdp.transitions import Gaussian, log_ratio
+from flowrl.mdp.transitions import Gaussian, log_ratio, sum_events
 from flowrl.objective import Metrics, TrajectoryStep, masked_mean, to_metrics, valid_mean
 from flowrl.registry import ComponentConfig, register
 
@@ -126,6 +126,6 @@ def _score_regression(transition: Gaussian, action: Tensor, advantages: Tensor) 
 
     In float64: a target that differs from the mean by little would lose its digits in float32.
     """
-    mean = transition.mean.flatten(1).double()
-    pull = advantages[:, None] / (2 * transition.std**2) * (action.flatten(1).double() - mean)
-    return (mean - (mean + pull).detach()).square().sum(dim=1)
+    mean, gains = transition.mean.double(), advantages.view(-1, *[1] * (transition.mean.ndim - 1))
+    pull = gains / (2 * transition.std**2) * (action.double() - mean)
+    return sum_events(transition.weighted((mean - (mean + pull).detach()).square()))
