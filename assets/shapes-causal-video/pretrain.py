@@ -18,7 +18,8 @@ further down, by the pseudo-Huber distance of arXiv 2310.14189.
 Captions are spoilt on purpose, so that there is something to learn by reinforcement: a share of the clips
 goes in a random direction, a share ignores the prompt switch, a share moves at half the speed.
 
-Shapes: B clips a step, F = 24 frames in T = 6 chunks, 16 x 16 pixels, no VAE.
+Shapes: B clips a step, F = 24 frames in T = 6 chunks, 16 x 16 pixels, no VAE. A chunk sees the first two
+frames and the six before it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from flowrl.shapes.motion import DIRECTIONS, SWITCH, draw_clip, split_prompts
 
 MAX_TOKENS = 8
 FRAMES = 24
-CHUNK = 4
+LAYOUT = {"frames_per_chunk": 4, "window_frames": 12, "sink_frames": 2, "resident_frames": 24}
 SHIFT = 3.0  # 4 steps at 1, .9, .75, .5
 LEVELS = 24  # of the grid of the distillation, which holds those of 4 steps
 
@@ -96,7 +97,7 @@ def build_pipeline() -> CausalWanPipeline:
         text_encoder=UMT5EncoderModel(text),
         scheduler=FlowMatchLCMScheduler(shift=SHIFT),
         transformer=transformer,
-        frames_per_chunk=CHUNK,
+        **LAYOUT,
     )
 
 
@@ -146,7 +147,7 @@ class Embedder:
     def __call__(self, encoder: UMT5EncoderModel, parts: Tensor) -> list[Tensor]:
         """The text (B, L, D) of each of the T chunks, for parts (B, 2)."""
         every = encoder(self.ids, self.mask).last_hidden_state * self.mask[..., None]
-        halves = FRAMES // CHUNK // 2
+        halves = FRAMES // LAYOUT["frames_per_chunk"] // 2
         return [every[parts[:, 0]]] * halves + [every[parts[:, 1]]] * halves
 
 
@@ -174,7 +175,7 @@ def train(pipe: CausalWanPipeline, args: argparse.Namespace, metrics: Any) -> Ca
         chosen = torch.randint(len(clips), (args.batch_size,))
         x0 = clips[chosen].float().div(127.5).sub(1).permute(0, 4, 1, 2, 3)
         history = x0 + args.history_noise * torch.rand(len(x0), 1, 1, 1, 1) * torch.randn_like(x0)
-        history = history.split(CHUNK, dim=2)
+        history = pipe.layout.split(history)
         with torch.set_grad_enabled(not distilling):
             said = embed(pipe.text_encoder, parts[chosen])
         velocity = functools.partial(velocities, pipe.layout, history, said)
@@ -236,7 +237,7 @@ def result(pipe: CausalWanPipeline, averages: dict[str, Any]) -> CausalWanPipeli
         tokenizer=pipe.tokenizer,
         scheduler=pipe.scheduler,
         **{"text_encoder": pipe.text_encoder, "transformer": pipe.transformer, **averages},
-        frames_per_chunk=CHUNK,
+        **LAYOUT,
     )
 
 
