@@ -29,7 +29,7 @@ from flowrl.pipelines.token_scheduler import DiscreteFlowScheduler
 CODES = 12
 SIDE = 4
 IMAGE = 2 * SIDE
-SPECIAL = ("<bos>", "<eos>", "<pad>", "<begin_of_image>", "<end_of_image>")
+SPECIAL = ("<bos>", "<eos>", "<pad>", "<begin_of_image>", "<end_of_image>", "<image_placeholder>")
 TEMPLATE = "User: {}\n\nAssistant:<begin_of_image>"
 
 
