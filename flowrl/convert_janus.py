@@ -3,8 +3,8 @@
 The converter's own names are those of transformers' Janus without "model.". The files have these, or those of
 the original code. There the vision model is timm's SigLIP: query, key and value in one matrix, and a pooling
 head that Janus does not use. The VQ model becomes diffusers' ``VQModel``, the same network: its codes are
-normalised here, since Janus does so whenever it looks one up, and its 1 x 1 convolutions of attention are linear
-layers there.
+normalised here, since Janus does so whenever it looks one up, and its 1 x 1 convolutions of attention are
+linear layers there.
 
 Source: arXiv 2410.13848 (Janus) and its code.
 """
@@ -32,9 +32,8 @@ TOLD = (*HEADS, "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_p
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD = "lm_head.weight"
 TOWER = "vision_model.vision_tower"
-VISION_LAYER = ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2") + tuple(
-    f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "projection_layer")
-)
+VISION_ATTENTION = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "projection_layer"))
+VISION_LAYER = (*VISION_ATTENTION, "layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2")
 SIGLIP_HEADS = {"siglip_large_patch16_384": 16, "siglip_large_patch16_256": 16}
 RESNET = {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
 ATTENTION_BLOCK = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
@@ -111,7 +110,7 @@ def language_names(num_layers: int) -> dict[str, str]:
 
 
 def is_tied(config: dict[str, Any], source: Source) -> bool:
-    """Whether the table of embeddings is the head, too; transformers' Janus leaves it out of its files then."""
+    """Whether the table of embeddings is the head, too; transformers leaves it out of its files then."""
     return bool(config.get("tie_word_embeddings", source.name(HEAD) == HEAD))
 
 
