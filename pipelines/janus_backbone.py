@@ -5,7 +5,7 @@ logits of a token are read one position before it, those of the first at the las
 
 To make a picture, the sequence is text, picture, end of image: the text comes as embeddings
 (`JanusTokenEmbedding`, the pipeline's text encoder), tokens of the picture as code vectors through an MLP. To
-answer, it is a question, with features of a picture (`JanusPictureEncoder`) for one of its tokens, and the answer.
+answer, it is a question, features of a picture (`JanusPictureEncoder`) for one of its tokens, and the answer.
 
 Weights have the names of transformers' Janus without its prefixes; ``end_of_image`` is a row of the table.
 

@@ -70,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, _tiny_siglip: Any) -> dict
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> DiscreteTextPipeline:
-    pipe = pipeline_class(str(folder)).from_pretrained(folder, torch_dtype=dtype)
+    pipe = pipeline_class(str(folder)).from_pretrained(folder, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
