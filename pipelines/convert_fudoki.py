@@ -127,11 +127,12 @@ class ConvertFudoki:
         }
         vision = dict(vision_names(source))
         tied = source.name(HEAD) not in source.tensors and is_tied(config, source)
-        source.check([name for name in (*backbone, *vision) if not (tied and name == HEAD)])
-        weights = {
-            target: source[EMBEDDINGS if tied and name == HEAD else name].clone()
-            for name, target in backbone.items()
-        }
+        if tied:
+            del backbone[HEAD]
+        source.check([*backbone, *vision])
+        weights = {target: source[name] for name, target in backbone.items()}
+        if tied:
+            weights[HEAD] = source[EMBEDDINGS].clone()  # it may be trained, and the table is not
         encoder = vision_config(config, source)
         if self.config.image_size != encoder["image_size"]:
             raise UserError(

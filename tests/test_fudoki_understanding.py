@@ -14,6 +14,7 @@ from test_fudoki import TARGETS, Said
 from test_wrapper import check_ratio, reached
 from tiny_janus import IMAGE, janus_model, janus_tokenizer, original_names, text_config, write_original
 from torch import Tensor
+from transformers import JanusConfig, JanusForConditionalGeneration, LlamaConfig
 from typer.testing import CliRunner
 
 from flowrl import convert_janus, registry
@@ -28,6 +29,7 @@ from flowrl.mdp.trajectory import Request
 from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.pictures import data_uri, padded
 from flowrl.pipelines.discrete_text import DiscreteTextPipeline
+from flowrl.pipelines.janus_backbone import JanusPictureEncoder, JanusTextBackbone
 from flowrl.registry import ComponentConfig
 from flowrl.reward import Samples
 from flowrl.tools.convert import convert
@@ -327,6 +329,30 @@ def test_the_command_converts(tmp_path: Path) -> None:
     size = text_config()["vocab_size"]
     assert config.items() >= (wanted | {"rule": "exponential", "num_tokens": size}).items()
     assert loaded(tmp_path / "out").config.answer_length == 64
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_the_names_and_shapes_of_janus_at_its_size(original: bool) -> None:
+    """Transformers' Janus of FUDOKI's size, without memory: every tensor of understanding has its place."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16}
+    llama = LlamaConfig(vocab_size=102400, max_position_embeddings=16384, **sizes)
+    with torch.device("meta"):
+        model = JanusForConditionalGeneration(JanusConfig(text_config=llama))
+        tensors = original_names(model) if original else model.state_dict()
+    source = convert_janus.open_source(tensors, "understanding")
+    names = dict(convert_janus.vision_names(source))
+    told = {"params": {"model_name": "siglip_large_patch16_384", "select_layer": -1}} if original else {}
+    config = convert_janus.vision_config({"vision_config": told}, source)
+    text = convert_janus.language_config({"language_config": llama.to_dict()}, source)
+    backbone = convert_janus.language_names(24)
+    source.check([convert_janus.EMBEDDINGS, convert_janus.HEAD, *backbone, *names])
+    with torch.device("meta"):
+        encoder, network = JanusPictureEncoder(config), JanusTextBackbone(text)
+        given = {target: convert_janus.vision_tensor(name, source).shape for name, target in names.items()}
+    assert {name: tensor.shape for name, tensor in encoder.state_dict().items()} == given
+    assert network.state_dict().keys() == {*backbone.values(), "embed_tokens.weight", "lm_head.weight"}
+    assert (config["image_size"], config["num_attention_heads"], config["depth"]) == (384, 16, 2)
 
 
 @torch.no_grad()
