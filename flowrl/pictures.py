@@ -46,3 +46,18 @@ def data_uri(picture: Image.Image) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", optimize=True)
     return HEAD + base64.b64encode(buffer.getvalue()).decode()
+
+
+def stretched(picture: Image.Image, size: int) -> Image.Image:
+    """The picture as a square of so many pixels a side, whatever its shape was."""
+    return picture.resize((size, size))
+
+
+def padded(picture: Image.Image, size: int) -> Image.Image:
+    """The picture in the middle of a grey square, its longer side filling it (FUDOKI, arXiv 2505.20147)."""
+    scale = size / max(picture.size)
+    width, height = (max(1, int(side * scale)) for side in picture.size)
+    square = Image.new("RGB", (size, size), (127, 127, 127))
+    shrunk = picture.resize((width, height), Image.Resampling.BILINEAR)
+    square.paste(shrunk, ((size - width) // 2, (size - height) // 2))
+    return square

@@ -24,7 +24,7 @@ from flowrl.errors import UserError
 from flowrl.mdp.token_logits import reshape_logits
 from flowrl.mdp.token_wrapper import TokenWrapper
 from flowrl.mdp.trajectory import Request
-from flowrl.pictures import data_uri, open_picture
+from flowrl.pictures import data_uri, open_picture, padded, stretched
 from flowrl.registry import ComponentConfig, register
 from flowrl.reward import Samples
 
@@ -47,6 +47,7 @@ class DiscreteTextPipeline(DiffusionPipeline):  # type: ignore[misc]
         patch_size: int = 8,
         answer_length: int = 16,
         prompt_template: str | None = None,
+        pad_images: bool = False,
     ) -> None:
         """Takes the components.
 
@@ -61,6 +62,7 @@ class DiscreteTextPipeline(DiffusionPipeline):  # type: ignore[misc]
             patch_size: side of a patch, without an encoder.
             answer_length: tokens A of an answer.
             prompt_template: what a question is put into, in place of ``{}``; None: nothing.
+            pad_images: whether pictures keep their shape, on grey, or are stretched to a square.
 
         Raises:
             UserError: for pictures with a language model that reads text only.
@@ -71,13 +73,14 @@ class DiscreteTextPipeline(DiffusionPipeline):  # type: ignore[misc]
             patch_size=patch_size,
             answer_length=answer_length,
             prompt_template=prompt_template,
+            pad_images=pad_images,
         )
         self.register_modules(
             tokenizer=tokenizer, transformer=transformer, scheduler=scheduler, image_encoder=image_encoder
         )
-        if isinstance(transformer, PreTrainedModel):
-            if image_size is not None:
-                raise UserError(f"image_size = {image_size}: {type(transformer).__name__} reads text only")
+        if isinstance(transformer, PreTrainedModel) and image_size is not None:
+            raise UserError(f"image_size = {image_size}: {type(transformer).__name__} reads text only")
+        if hasattr(transformer, "get_input_embeddings"):
             scheduler.set_embeddings(transformer.get_input_embeddings().weight)
 
     @torch.no_grad()
@@ -167,12 +170,17 @@ class DiscreteTextPipeline(DiffusionPipeline):  # type: ignore[misc]
                 f"image: {batch_size} questions need as many pictures, got {len(pictures) if image else 0}"
             )
         opened = [p if isinstance(p, Image.Image) else open_picture(p) for p in pictures]
-        pixels = np.stack([np.asarray(p.convert("RGB").resize((size, size))) for p in opened])
+        pixels = self.fit_pictures(opened)
         values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self._execution_device) / 127.5 - 1
         if self.image_encoder is None:
             return unfold(values, self.config.patch_size, stride=self.config.patch_size).transpose(1, 2)
         features: Tensor = self.image_encoder(values.to(self.image_encoder.dtype))
         return features
+
+    def fit_pictures(self, pictures: list[Image.Image]) -> np.ndarray:
+        """Pixels (B, image_size, image_size, 3) of pictures of any size, 0 to 255."""
+        fit = padded if self.config.pad_images else stretched
+        return np.stack([np.asarray(fit(p.convert("RGB"), self.config.image_size)) for p in pictures])
 
     def prepare_latents(
         self, batch_size: int, generator: torch.Generator | list[torch.Generator] | None = None
@@ -231,6 +239,6 @@ class DiscreteText(TokenWrapper):
         texts = tuple(self.pipe.decode_tokens(output.cpu()))
         if size is None:
             return Samples(torch.full((len(texts), 3, 1, 1), 0.5), texts=texts)
-        pictures = [np.asarray(open_picture(r["image"]).resize((size, size))) for r in request.metadata]
-        images = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+        pictures = self.pipe.fit_pictures([open_picture(r["image"]) for r in request.metadata])
+        images = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255
         return Samples(images, texts=texts)

@@ -40,6 +40,7 @@ from flowrl.training.meters import text_diversity
 RECIPE = ROOT / "configs" / "dflow_grpo_shapes_answers.yaml"
 ANSWER = 3
 STEPS = 3
+PARTS = ("train", "heldout")
 ALL = StepPlan((0, 1, 2), (0, 1, 2))
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[EOS]")
 KERNELS = {
@@ -350,10 +351,11 @@ def test_the_files_are_those_of_the_script(tmp_path: Path) -> None:
     script = ROOT / "assets" / "shapes-answer" / "pretrain.py"
     subprocess.run([sys.executable, script, "--questions", tmp_path], check=True)
     texts = []
-    for name in ("shapes_questions_train.jsonl", "shapes_questions_heldout.jsonl"):
+    for name in (f"shapes_{kind}_{part}.jsonl" for kind in ("questions", "choices") for part in PARTS):
         assert (tmp_path / name).read_bytes() == (ROOT / "assets" / "prompts" / name).read_bytes()
         texts.append((tmp_path / name).read_text().splitlines())
     assert not set(texts[0]) & set(texts[1])
+    assert all("options" in json.loads(line) for line in (*texts[2], *texts[3]))
 
 
 def test_the_asset_answers_and_a_run_trains() -> None:

@@ -34,12 +34,7 @@ from flowrl import registry
 from flowrl.build import pipeline_class
 from flowrl.cli import app
 from flowrl.config import AdapterConfig
-from flowrl.errors import UserError
-from flowrl.mdp import metric_path
-from flowrl.mdp.policy import DTYPES, Policy
-from flowrl.mdp.steps import StepPlan
-from flowrl.mdp.wrapper import SamplerWrapper
-from flowrl.pipelines.convert_fudoki import (
+from flowrl.convert_janus import (
     EMBEDDINGS,
     backbone_names,
     language_config,
@@ -49,6 +44,11 @@ from flowrl.pipelines.convert_fudoki import (
     vq_sizes,
     vq_weights,
 )
+from flowrl.errors import UserError
+from flowrl.mdp import metric_path
+from flowrl.mdp.policy import DTYPES, Policy
+from flowrl.mdp.steps import StepPlan
+from flowrl.mdp.wrapper import SamplerWrapper
 from flowrl.pipelines.discrete_flow import DiscreteFlowPipeline
 from flowrl.pipelines.janus_backbone import JanusTokenBackbone
 from flowrl.tools.convert import Part, convert, make
@@ -199,7 +199,9 @@ def test_the_vq_model_is_that_of_diffusers(multiplier: list[int]) -> None:
         if parameter.ndim == 1:
             parameter += 0.2 * torch.randn_like(parameter)
     torch.nn.init.normal_(theirs.quantize.embedding.weight)
-    source = open_source({f"model.vqmodel.{name}": tensor for name, tensor in theirs.state_dict().items()})
+    source = open_source(
+        {f"model.vqmodel.{name}": tensor for name, tensor in theirs.state_dict().items()}, "generation"
+    )
     channels, blocks = vq_sizes(source)
     names = dict(vq_names(channels, blocks))
     source.check(names)
@@ -323,7 +325,7 @@ def test_the_names_and_shapes_of_janus_at_its_size(original: bool) -> None:
     llama = LlamaConfig(vocab_size=102400, max_position_embeddings=16384, **sizes)
     with torch.device("meta"):
         model = JanusForConditionalGeneration(JanusConfig(text_config=llama))
-    source = open_source(original_names(model) if original else model.state_dict())
+    source = open_source(original_names(model) if original else model.state_dict(), "generation")
     text = language_config({"language_config": llama.to_dict()}, source)
     channels, blocks = vq_sizes(source)
     names, vq = dict(backbone_names(24, source)), dict(vq_names(channels, blocks))

@@ -20,6 +20,7 @@ from flowrl.mdp.token_paths import MixturePath, PathLevel
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+FUDOKI = TinyPipeline("fudoki", fudoki_pipeline, {"max_sequence_length": 96}, {}, {})
 STAND_INS = {
     "sd35_medium": TINY["sd3"],
     "flux1_dev": TINY["flux"],
@@ -31,7 +32,8 @@ STAND_INS = {
     "cm_grpo_sdxl_lcm": FEWSTEP["sdxl_lcm"].tiny,
     "cm_grpo_sana_sprint": FEWSTEP["sana_sprint_4"].tiny,
     "cm_grpo_flux_lcm": TINY["flux"],
-    "dflow_grpo_fudoki": TinyPipeline("fudoki", fudoki_pipeline, {"max_sequence_length": 96}, {}, {}),
+    "dflow_grpo_fudoki_geneval": FUDOKI,
+    "dflow_grpo_fudoki_pickscore": FUDOKI,  # ..._understanding: tests/test_fudoki_understanding.py
 }
 LARGE = [path for path in RECIPES if any(path.stem.startswith(prefix) for prefix in STAND_INS)]
 

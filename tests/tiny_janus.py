@@ -29,7 +29,7 @@ from flowrl.pipelines.token_scheduler import DiscreteFlowScheduler
 CODES = 12
 SIDE = 4
 IMAGE = 2 * SIDE
-SPECIAL = ("<bos>", "<eos>", "<pad>", "<begin_of_image>", "<end_of_image>")
+SPECIAL = ("<bos>", "<eos>", "<pad>", "<begin_of_image>", "<end_of_image>", "<image_placeholder>")
 TEMPLATE = "User: {}\n\nAssistant:<begin_of_image>"
 
 
@@ -67,9 +67,11 @@ def text_config() -> dict:
     }
 
 
-def janus_model() -> JanusForConditionalGeneration:
-    """Transformers' Janus; the same weights each time."""
+def janus_model(tied: bool = True) -> JanusForConditionalGeneration:
+    """Transformers' Janus; the same weights each time. ``tied``: whether its table is its head, too."""
     config = JanusConfig(
+        tie_word_embeddings=tied,
+        image_token_id=janus_tokenizer().convert_tokens_to_ids("<image_placeholder>"),
         text_config=LlamaConfig(**text_config()),
         vision_config=JanusVisionConfig(
             hidden_size=HIDDEN,
@@ -104,12 +106,12 @@ def janus_model() -> JanusForConditionalGeneration:
 
 
 def original_names(model: JanusForConditionalGeneration) -> dict[str, Tensor]:
-    """The weights as the original code names them, those of understanding abridged."""
-    named = {}
+    """The weights as the original code names them."""
+    named = timm_names(model)
     for name, tensor in model.state_dict().items():
         name = name.removeprefix("model.")
         if name.startswith("vision_model."):
-            name = name.replace("vision_model.", "vision_model.vision_tower.")
+            continue
         name = name.replace("generation_embeddings", "gen_embed").replace("generation_head.proj_out", "P")
         name = name.replace("P.", "gen_head.output_mlp_projector.").replace("generation_head", "gen_head")
         for tower in ("generation_aligner", "aligner"):
@@ -130,11 +132,32 @@ def original_names(model: JanusForConditionalGeneration) -> dict[str, Tensor]:
     return named
 
 
+def timm_names(model: JanusForConditionalGeneration) -> dict[str, Tensor]:
+    """The vision model's weights as timm has them, with a pooling head that is not used."""
+    vision = model.model.vision_model
+    tower: dict[str, Tensor] = {"pos_embed": vision.embeddings.position_embedding.weight[None]}
+    modules = {"patch_embed.proj": vision.embeddings.patch_embedding, "norm": vision.post_layernorm}
+    for number, layer in enumerate(vision.encoder.layers):
+        attention, block = layer.self_attn, f"blocks.{number}"
+        modules |= {f"{block}.norm1": layer.layer_norm1, f"{block}.norm2": layer.layer_norm2}
+        modules |= {f"{block}.mlp.fc1": layer.mlp.fc1, f"{block}.mlp.fc2": layer.mlp.fc2}
+        modules[f"{block}.attn.proj"] = attention.projection_layer
+        for kind in ("weight", "bias"):
+            parts = [getattr(part, kind) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            tower[f"{block}.attn.qkv.{kind}"] = torch.cat(parts)
+    for name, module in modules.items():
+        tower |= {f"{name}.{kind}": getattr(module, kind) for kind in ("weight", "bias")}
+    tower["attn_pool.latent"] = torch.ones(1, 1, HIDDEN)
+    return {f"vision_model.vision_tower.{name}": tensor.detach().clone() for name, tensor in tower.items()}
+
+
 def write_original(folder: Path, tensors: dict[str, Tensor], shards: int = 1, bos: bool = True) -> Path:
     """A folder as FUDOKI's repository has it, in one file or several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     janus_tokenizer(bos).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"language_config": text_config()}))
+    vision = {"params": {"model_name": "siglip_tiny", "select_layer": -1}}
+    config = {"language_config": text_config(), "vision_config": vision}
+    (folder / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     files = {f"model-{i}.safetensors": names[i::shards] for i in range(shards)}
     if shards == 1:

@@ -5,7 +5,7 @@
 Writes a folder that ``flowrl.pipelines.discrete_text.DiscreteTextPipeline.from_pretrained`` loads, and
 metrics as JSON lines beside it. With ``--questions FOLDER``, only writes the files of questions to train
 and evaluate on, ``shapes_questions_train.jsonl`` and ``shapes_questions_heldout.jsonl``: other scenes than
-those here.
+those here; and ``shapes_choices_*.jsonl``, those of them that have options.
 
 Loss: cross-entropy of the clean tokens at masked positions; times uniform. Over the last steps a share of the
 answers is that of another question of the same kind: a model that can do more than it shows.
@@ -164,7 +164,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.questions is not None:
         for part, (count, seed) in QUESTIONS.items():
-            write_jsonl(question_records(count, seed), args.questions / f"shapes_questions_{part}.jsonl")
+            records = question_records(count, seed)
+            write_jsonl(records, args.questions / f"shapes_questions_{part}.jsonl")
+            choices = [record for record in records if "options" in record]
+            write_jsonl(choices, args.questions / f"shapes_choices_{part}.jsonl")
         return
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
