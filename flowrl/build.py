@@ -253,12 +253,19 @@ def build_evaluator(
     options = config.evaluation
     guidance = config.sampler.guidance if options.guidance is None else options.guidance
     wrapper.check_arguments("evaluation.guidance", guidance, replayed=False)
+    num_steps = options.num_steps or config.sampler.num_steps
+    sigmas = guidance.get("sigmas", wrapper.call.get("sigmas"))
+    if isinstance(sigmas, list) and len(sigmas) != num_steps:
+        raise UserError(
+            f"evaluation.num_steps = {num_steps}: the call's sigmas {sigmas} make {len(sigmas)} steps; give "
+            "as many in evaluation.guidance, or leave num_steps out"
+        )
     return Evaluator(
         wrapper,
         prompts[: options.max_prompts],
         judges,
         engine,
-        num_steps=options.num_steps or config.sampler.num_steps,
+        num_steps=num_steps,
         guidance=guidance,
         samples_per_prompt=options.samples_per_prompt,
         batch_size=options.batch_size,

@@ -214,7 +214,10 @@ class DiscreteText(TokenWrapper):
         """No options: everything is the pipeline's own."""
 
     def __init__(self, config: Config, **collaborators: Any) -> None:
-        """See `TokenWrapper`."""
+        """See `TokenWrapper`; raises UserError for a pipeline that samples no text."""
+        name = type(collaborators["pipe"]).__name__
+        if name != "DiscreteTextPipeline":
+            raise UserError(f"model.wrapper discrete_text: {name} samples no text; use DiscreteTextPipeline")
         super().__init__(**collaborators)
 
     def arguments(

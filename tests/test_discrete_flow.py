@@ -125,6 +125,22 @@ def test_kernels_of_another_kind_are_refused() -> None:
         wrapper.stds(wrapper.schedule())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_k": 0},
+        {"top_k": 2.5},
+        {"top_p": 0.0},
+        {"top_p": 2.0},
+    ],
+)
+def test_what_means_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"{next(iter(options))} = .*: must be"):
+        reshape_logits(torch.zeros(1, CODES), **options)
+
+
 def test_reshaped_logits() -> None:
     """Against definitions: softmax(logits / T); the k likeliest; the smallest set that holds the mass."""
     logits = torch.randn(5, CODES, generator=torch.Generator().manual_seed(0))

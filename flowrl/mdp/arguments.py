@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ def check_arguments(
             )
         if key == "negative_prompt" and not isinstance(value, str | None):
             raise UserError(f"{section}.{key} = {value!r}: one text for all samples is needed")
-        if replayed and value != POSITIONAL.get(key, value):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{section}.{key} = {value!r}: must be a finite number")
+        if replayed and key in POSITIONAL and value != POSITIONAL[key]:
             raise UserError(
                 f"{section}.{key} = {value!r} treats steps by their position in the sampler's "
                 f"loop, which a replayed step does not have; legal: {POSITIONAL[key]!r}"

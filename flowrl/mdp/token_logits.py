@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from flowrl.errors import UserError
 
 
 def reshape_logits(
@@ -17,7 +21,16 @@ def reshape_logits(
 
     ``top_p`` keeps the smallest set of likeliest tokens whose mass reaches it. ``never`` is a token that is
     no data, the mask: it takes no place among the likeliest.
+
+    Raises:
+        UserError: for a temperature, top_k or top_p that means nothing.
     """
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature = {temperature!r}: must be a finite number of at least 0")
+    if top_k is not None and (top_k < 1 or top_k != int(top_k)):
+        raise UserError(f"top_k = {top_k!r}: must be an integer of at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p = {top_p!r}: must be above 0 and at most 1")
     if never is not None and never < logits.shape[-1]:
         never_here = torch.arange(logits.shape[-1], device=logits.device) == never
         logits = logits.masked_fill(never_here, float("-inf"))

@@ -218,7 +218,8 @@ def _examine_guidance(run: Run, diagnosis: Diagnosis) -> None:
         "evaluation": evaluation,
         "cfg_gradient": config.sampler.cfg_gradient,
     }
-    if evaluation != config.sampler.guidance:
+    scales = ("guidance_scale", "true_cfg_scale", "guidance")
+    if any(evaluation.get(key) != config.sampler.guidance.get(key) for key in scales):
         diagnosis.warnings.append(
             f"evaluation.guidance {evaluation} differs from the rollout's {config.sampler.guidance}: "
             "training without guidance distils it, and guidance at evaluation then over-sharpens"
