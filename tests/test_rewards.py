@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from flowrl import registry
 from flowrl.errors import UserError
 from flowrl.reward import RewardSet, Samples, WeightedReward
+from flowrl.shapes import motion
 from flowrl.shapes.domain import sample_scene
 from flowrl.shapes.prompts import split_prompts
 from flowrl.shapes.render import render
@@ -77,7 +78,19 @@ def answers() -> tuple[Samples, list[str], list[dict[str, Any]]]:
     return Samples(torch.rand(COUNT, 3, 8, 8), texts=texts), [r["prompt"] for r in records], records
 
 
+def moving_squares() -> tuple[Samples, list[str], list[dict[str, Any]]]:
+    """Clips of moving squares, each a mixture of what was asked and of what the next one asks."""
+    records = motion.split_prompts(held_out=True)[::9][:COUNT]
+    rng = np.random.default_rng(0)
+    made = np.stack([motion.draw_clip(record, 24, rng) for record in records])
+    clips = torch.from_numpy(made).permute(0, 1, 4, 2, 3).float() / 255
+    parts = torch.linspace(0.1, 0.6, COUNT).view(-1, 1, 1, 1, 1)
+    samples = Samples(clips + parts * (clips.roll(1, 0) - clips), fps=motion.FPS)
+    return samples, [record["prompt"] for record in records], records
+
+
 EXAMPLES = {
+    "trajectory": Example(inputs=moving_squares),
     "exact_match": Example(inputs=answers),
     "option_match": Example(inputs=answers),
     "scene": Example(inputs=scenes),
