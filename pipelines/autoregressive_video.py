@@ -8,7 +8,7 @@ So K steps a chunk give K - 1 trained transitions, and objectives on transitions
 
 ``replay`` says how a step is recomputed under the current weights, the history always by these weights too:
 
-    packed    one forward over z1, x1, z2, x2, ..., zT under RAVEN's mask; where the pipeline has ``packed``
+    packed    one forward over z1, x1, z2, x2, ..., zT under RAVEN's mask
     cached    the pipeline's own chunk loop with its cache, step k of each chunk, then the clean pass. With
               ``cached`` the log-ratio before the first update is exactly 0 in any dtype; with ``packed`` the
               recorded log-probabilities are those of a packed forward after the rollout, so it is 0 as well.
@@ -64,14 +64,15 @@ class AutoregressiveVideo(SamplerWrapper):
         """See `SamplerWrapper` for the collaborators.
 
         Raises:
-            UserError: for packed replay of a pipeline that has none.
+            UserError: for a pipeline that does not make video in chunks.
         """
+        name = type(collaborators["pipe"]).__name__
+        if name != "CausalWanPipeline":
+            raise UserError(
+                f"model.wrapper autoregressive_video: {name} makes no video in chunks; use CausalWanPipeline"
+            )
         super().__init__(**collaborators)
         self.config = config
-        if config.replay == "packed" and not hasattr(self.pipe, "packed"):
-            raise UserError(
-                f"model.wrapper.replay = packed: {type(self.pipe).__name__} has no packed forward; use cached"
-            )
 
     def check_scheduler(self, scheduler: Any) -> None:
         """Raises UserError unless the scheduler steps on the levels of a flow."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 from test_wrapper import check_ratio, reached
+from tiny import TINY
 from tiny_video import CALL, STEPS, causal_wan
 from torch import Tensor
 
@@ -59,12 +61,15 @@ def policy_of(pipe: Any, dtype: str = "fp32", **adapter: Any) -> Policy:
 
 @pytest.mark.parametrize("layout", [{}, {"window_frames": 4}, {"window_frames": 6, "sink_frames": 2}])
 @pytest.mark.parametrize("replay", ["packed", "cached"])
+@pytest.mark.parametrize("kernel", ["consistency", "flow_sde"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_ratio_is_one_before_the_first_update(dtype: str, replay: str, layout: dict[str, Any]) -> None:
+def test_the_ratio_is_one_before_the_first_update(
+    dtype: str, kernel: str, replay: str, layout: dict[str, Any]
+) -> None:
     pipe = causal_wan(LENGTH, **layout)
     pipe.to(DTYPES[dtype])
     policy = policy_of(pipe, dtype, **({} if dtype == "fp32" else {"rank": 2}))
-    check_ratio(wrap(pipe, replay=replay), policy, PLAN, request(0, 1))
+    check_ratio(wrap(pipe, kernel, replay=replay), policy, PLAN, request(0, 1))
     assert reached(policy) > 0.8
 
 
@@ -181,8 +186,8 @@ def test_what_does_not_fit_is_refused() -> None:
     pipe = causal_wan(LENGTH)
     with pytest.raises(UserError, match=r"model.wrapper.replay"):
         wrap(pipe, replay="stepwise")
-    from diffusers import UniPCMultistepScheduler
-
+    with pytest.raises(UserError, match="StableDiffusion3Pipeline makes no video in chunks"):
+        wrap(TINY["sd3_no_t5"].build())
     pipe.scheduler = UniPCMultistepScheduler()
     with pytest.raises(UserError, match="autoregressive_video: UniPCMultistepScheduler; legal: FlowMatchLCM"):
         wrap(pipe)

@@ -129,6 +129,7 @@ def test_kernels_of_another_kind_are_refused() -> None:
     "options",
     [
         {"temperature": -1.0},
+        {"temperature": "abc"},
         {"temperature": float("inf")},
         {"top_k": 0},
         {"top_k": 2.5},

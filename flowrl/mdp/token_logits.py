@@ -25,6 +25,9 @@ def reshape_logits(
     Raises:
         UserError: for a temperature, top_k or top_p that means nothing.
     """
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if not isinstance(value, int | float | None):
+            raise UserError(f"{name} = {value!r}: must be a number")
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature = {temperature!r}: must be a finite number of at least 0")
     if top_k is not None and (top_k < 1 or top_k != int(top_k)):
